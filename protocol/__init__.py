@@ -1,3 +1,6 @@
-"""The wire: messages, codecs of q̃, handshake, sockets. PROTOCOL.md beside this file is the specification. Never torch."""
+"""The wire: messages, codecs of q̃, handshake, sockets. Never torch.
+
+PROTOCOL.md beside this file is the specification.
+"""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Codecs of q̃, the distribution that the draft really sampled from: none, counts, dense.
 
-numpy only, never torch. Order on the draft (rule E4): encode, decode, sample, send; so the draft samples from exactly what
-the target decodes.
+numpy only, never torch. Order on the draft (rule E4): encode, decode, sample, send; so the draft samples from exactly
+what the target decodes.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ NO_Q: Final = EncodedQ("none")
 def encode_counts(q_top: Floats, ids: Ints) -> tuple[Ints, Ints]:
     """Round each row to integer counts that sum to 65536, by largest remainders.
 
-    q_top [n, K] ≥ 0 in any scale (each row is normalised over its K entries), ids [n, K] distinct in a row. Returns (ids,
-    counts), both int64 [n, K]; entries whose count is 0 are dropped, the rest moves left in its order, and what is free at
-    the end is id 0 with count 0. Each count is within 1 of 65536·q; ties go to the earlier column. This pair *is* q̃:
-    draw from it (`draw_counts`), then send it (`pack_counts`). Raises ProtocolError (nan, bad_value).
+    q_top [n, K] ≥ 0 in any scale (each row is normalised over its K entries), ids [n, K] distinct in a row. Returns
+    (ids, counts), both int64 [n, K]; entries whose count is 0 are dropped, the rest moves left in its order, and what
+    is free at the end is id 0 with count 0. Each count is within 1 of 65536·q; ties go to the earlier column. This pair
+    *is* q̃: draw from it (`draw_counts`), then send it (`pack_counts`). Raises ProtocolError (nan, bad_value).
     """
     q = np.asarray(q_top, dtype=np.float64)  # [n, K]
     chosen = np.asarray(ids, dtype=np.int64)  # [n, K]
@@ -85,7 +85,7 @@ def encode_counts(q_top: Floats, ids: Ints) -> tuple[Ints, Ints]:
 
 
 def draw_counts(ids: Ints, counts: Ints, draws: Ints) -> Ints:
-    """The token of each row: draws int64 [n], uniform below 65536, against the running sum of counts [n, K] -> ids [n]."""
+    """The token of each row: draws int64 [n], uniform below 65536, against the running sum of counts [n, K] -> [n]."""
     below = np.cumsum(counts, axis=1) <= np.asarray(draws, dtype=np.int64)[:, None]  # [n, K]
     return np.take_along_axis(ids, below.sum(axis=1, keepdims=True), axis=1)[:, 0]
 
@@ -140,7 +140,8 @@ def encode_dense(q: Floats | npt.NDArray[np.float32], dtype: str = "float32") ->
         raise _bad(f"dense: q {rows.shape} must be [n, V] with 1 <= V <= {MAX_VOCAB}")
     _check_rows(rows)
     peak = rows.max(axis=1, keepdims=True, initial=0.0)
-    return (rows / peak).astype(_DENSE_DTYPES[dtype])
+    scaled: Array = (rows / peak).astype(_DENSE_DTYPES[dtype])
+    return scaled
 
 
 def dense_probabilities(array: Array) -> Floats:
@@ -168,9 +169,9 @@ def _decode_dense(q: EncodedQ, vocab_size: int) -> tuple[Ints, Floats]:
 def decode(q: EncodedQ, tokens: npt.ArrayLike, vocab_size: int) -> tuple[Ints, Floats]:
     """q̃ of a block as (q_ids int64 [γ, K], q_probs float64 [γ, K]); free columns are id 0 with probability 0.
 
-    none: K = 1, the token itself with probability 1 (a point mass). tokens int [γ], vocab_size the target's. A vocabulary
-    smaller than the target's is fine: what q̃ does not name has probability 0. Raises ProtocolError: bad_frame for a wrong
-    form, bad_value for ids outside the vocabulary, sums that are off, negative or NaN values.
+    none: K = 1, the token itself with probability 1 (a point mass). tokens int [γ], vocab_size the target's. A
+    vocabulary smaller than the target's is fine: what q̃ does not name has probability 0. Raises ProtocolError:
+    bad_frame for a wrong form, bad_value for ids outside the vocabulary, sums that are off or negative values, nan.
     """
     drafted = np.asarray(tokens, dtype=np.int64).reshape(-1)  # [γ]
     check_structure(q, drafted.size)

@@ -1,4 +1,4 @@
-"""The errors of the wire, and the closed set of failure codes that travel in a Failure message. Imports nothing of ours."""
+"""The errors of the wire, and the closed set of codes that travel in a Failure. Imports nothing of ours."""
 
 from __future__ import annotations
 

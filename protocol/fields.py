@@ -1,7 +1,7 @@
 """How one field of a message lies on the wire: its type, its limits, and the text PROTOCOL.md has for it.
 
-Each wire type has pack(value, frames) -> what goes into the header (arrays are appended to frames), unpack(item, frames)
--> the value, and describe(). Both directions check the same limits and raise ProtocolError (bad_frame).
+Each wire type has pack(value, frames) -> what goes into the header (arrays are appended to frames), its inverse
+unpack(item, frames), and describe(). Both directions check the same limits and raise ProtocolError (bad_frame).
 """
 
 from __future__ import annotations

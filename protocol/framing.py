@@ -1,4 +1,4 @@
-"""Messages to frames and back. Frame 0 is a msgpack array [tag, fields in order], each non-empty array a frame of its own.
+"""Messages to frames and back. Frame 0 is a msgpack array [tag, fields in order], each non-empty array its own frame.
 
 decode(anything) gives a message or ProtocolError, nothing else.
 """

@@ -1,0 +1,86 @@
+"""Which reply answers which request, and whether it can be true. Pure functions."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from .errors import FailureCode, ProtocolError
+from .messages import (
+    REPLIES,
+    Block,
+    Failure,
+    Goodbye,
+    Message,
+    Open,
+    Opened,
+    Pong,
+    Propose,
+    TokenizerReply,
+    Verdict,
+    Verify,
+    Welcome,
+)
+
+Key = tuple[Any, ...]  # (reply class, values of the fields below)
+
+_MATCHED: Final[dict[type[Message], tuple[str, ...]]] = {
+    Welcome: (),
+    TokenizerReply: (),
+    Opened: ("request_id", "epoch"),
+    Block: ("request_id", "epoch", "block_id"),
+    Verdict: ("request_id", "epoch", "block_id"),
+    Pong: ("nonce",),
+    Goodbye: (),
+}
+
+
+def request_key(request: Message) -> Key:
+    """The key under which a request waits. Raises ValueError for a message that has no reply."""
+    reply = REPLIES.get(type(request))
+    if reply is None:
+        raise ValueError(f"{type(request).__name__} has no reply")
+    return (reply, *(getattr(request, name) for name in _MATCHED[reply]))
+
+
+def reply_key(reply: Message) -> Key:
+    return (type(reply), *(getattr(reply, name) for name in _MATCHED.get(type(reply), ())))
+
+
+def concerns(key: Key, request_id: int, epoch: int, block_id: int) -> bool:
+    """Whether a Failure with these ids answers the request that waits under key.
+
+    request_id −1: all that is about no request (Hello, GetTokenizer). block_id −1: all that waits for that request and
+    epoch.
+    """
+    names = _MATCHED[key[0]]
+    if request_id < 0:
+        return "request_id" not in names and "nonce" not in names
+    if names[:2] != ("request_id", "epoch") or key[1:3] != (request_id, epoch):
+        return False
+    return block_id < 0 or (len(names) == 3 and key[3] == block_id)
+
+
+def failure_concerns(key: Key, failure: Failure) -> bool:
+    return concerns(key, failure.request_id, failure.epoch, failure.block_id)
+
+
+def check_reply(request: Message, reply: Message) -> None:
+    """Refuse a reply that matches a request and cannot be true. Raises ProtocolError (out_of_sync, bad_value)."""
+    if isinstance(request, (Propose, Verify)) and reply.base_length != request.base_length:  # type: ignore[attr-defined]
+        raise ProtocolError(FailureCode.OUT_OF_SYNC, f"{type(reply).__name__} is about another base length than asked")
+    if isinstance(request, Propose) and isinstance(reply, Block) and len(reply.tokens) > request.gamma:
+        raise _bad(f"a block of {len(reply.tokens)} tokens, asked were at most {request.gamma}")
+    if isinstance(request, Verify) and isinstance(reply, Verdict):
+        gamma = len(request.tokens)
+        if reply.accepted > gamma:
+            raise _bad(f"a verdict that accepts {reply.accepted} of {gamma} tokens")
+        if (reply.origin == "bonus") != (reply.accepted == gamma):
+            raise _bad(f"a verdict that accepts {reply.accepted} of {gamma} tokens and calls its own a {reply.origin}")
+    if isinstance(request, Open) and isinstance(reply, Opened) and reply.length != len(request.tokens):
+        raise ProtocolError(
+            FailureCode.OUT_OF_SYNC, f"the worker holds {reply.length} tokens, sent were {len(request.tokens)}"
+        )
+
+
+def _bad(text: str) -> ProtocolError:
+    return ProtocolError(FailureCode.BAD_VALUE, text)
