@@ -1,0 +1,172 @@
+"""Any decoder-only architecture of transformers as an Executor: ragged batches over a RowCache.
+
+Imports torch and transformers (through row_cache).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from execution.attention_kinds import AttentionKind, attention_kinds, context_length, refuse_unsupported
+from execution.errors import ModelError
+from execution.interface import Extension, check_batch
+from execution.passes import Piece, plan
+from execution.row_cache import Placement, RowCache
+
+
+class TransformersExecutor:
+    """Executor over a transformers causal language model in evaluation mode.
+
+    `head_ids` (int64 [H], ascending) are the ids of a reduced head's outputs; logits of all others are −inf.
+    """
+
+    def __init__(self, network: Any, reference: str, *, vocab_size: int, head_ids: Tensor | None = None) -> None:
+        refuse_unsupported(network, reference)
+        config = network.config.get_text_config(decoder=True)
+        self.model = reference
+        self.vocab_size = vocab_size
+        self.context_length = context_length(config)
+        self._network = network.eval().requires_grad_(False)
+        parameter = next(network.parameters())
+        self._device, self._torch_dtype = parameter.device, parameter.dtype
+        self.device, self.dtype = str(parameter.device), str(parameter.dtype).removeprefix("torch.")
+        self._head_ids = None if head_ids is None else head_ids.to(self._device)
+        self._kinds = attention_kinds(config)
+        self._additive = network.config._attn_implementation == "eager"
+        names = inspect.signature(network.forward).parameters
+        self._cache_name = "cache" if "cache" in names else "past_key_values"
+        self._asked: Tensor | None = None  # bool [B, width]: the positions that the head computes
+        network.get_output_embeddings().register_forward_pre_hook(self._select)
+        self._cache = RowCache(config.num_hidden_layers)
+        self._probe()
+
+    # -- rows
+
+    def open(self) -> int:
+        return self._cache.open()
+
+    def length(self, row: int) -> int:
+        return self._cache.length(row)
+
+    def truncate(self, row: int, length: int) -> None:
+        self._cache.truncate(row, length)
+
+    def close(self, row: int) -> None:
+        self._cache.close(row)
+
+    def extend(self, batch: Sequence[Extension]) -> list[Tensor]:
+        arrays = check_batch(batch, self.length, self.vocab_size, self.context_length)
+        found: list[list[Tensor]] = [[] for _ in batch]
+        for pieces in plan([array.size for array in arrays], [extension.logits for extension in batch]):
+            by_row = {batch[piece.index].row: piece for piece in pieces}
+            rows = self._cache.arrange(list(by_row))
+            pieces = [by_row[row] for row in rows]
+            tokens = [arrays[piece.index][piece.start : piece.stop] for piece in pieces]
+            logits = self._forward(rows, tokens, [piece.logits for piece in pieces])
+            for piece, part in zip(pieces, logits, strict=True):
+                found[piece.index].append(part)
+        return [self._joined(parts) for parts in found]
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        parts = [part for part in parts if len(part)]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts) if parts else torch.empty(0, self.vocab_size, device=self._device)
+
+    # -- one pass
+
+    @torch.no_grad()
+    def _forward(self, rows: list[int], tokens: list[npt.NDArray[np.int64]], wanted: list[int]) -> Sequence[Tensor]:
+        """One forward pass; per row float32 [wanted, vocab_size]. Rows as `RowCache.arrange` gave them."""
+        counts = [array.size for array in tokens]
+        place = self._cache.place(rows, counts)
+        ids, positions, asked = _padded(place, tokens, counts, wanted)  # [B, width] each
+        self._asked = asked.to(self._device) if any(wanted) else None
+        output = (self._network if any(wanted) else self._network.base_model)(
+            input_ids=ids.to(self._device),
+            position_ids=positions.to(self._device),
+            attention_mask=self._masks(place),
+            use_cache=True,
+            **{self._cache_name: self._cache},
+        )
+        self._cache.advance(rows, counts)
+        if not any(wanted):
+            return [torch.empty(0, self.vocab_size, device=self._device)] * len(rows)
+        return torch.split(self._full_width(output.logits[0]), wanted)
+
+    def _select(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Before the head: keep the asked positions, [B, width, hidden] -> [1, asked, hidden]."""
+        if self._asked is None:
+            return inputs
+        return (inputs[0][self._asked][None], *inputs[1:])
+
+    def _full_width(self, logits: Tensor) -> Tensor:
+        """float32 [n, vocab_size] of the head's [n, H]."""
+        if self._head_ids is None:
+            return logits.float()
+        full = torch.full((len(logits), self.vocab_size), -torch.inf, device=self._device)
+        return full.index_copy_(1, self._head_ids, logits.float())
+
+    def _masks(self, place: Placement) -> Tensor | dict[str, Tensor]:
+        """Per kind of layer, who sees whom: [B, 1, width, length]. Unused columns lie after every query."""
+        masks = {kind.name: self._mask(place, kind) for kind in self._kinds}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _mask(self, place: Placement, kind: AttentionKind) -> Tensor:
+        query = place.columns[:, None, :, None]
+        key = torch.arange(place.length, device=self._device)
+        seen = key <= query
+        if kind.window is not None:
+            seen &= key > query - kind.window
+        if not self._additive:
+            return seen
+        lowest = torch.finfo(self._torch_dtype).min
+        return torch.zeros(seen.shape, dtype=self._torch_dtype, device=self._device).masked_fill_(~seen, lowest)
+
+    def _probe(self) -> None:
+        """One token through the model: learns the caches' shapes, and shows that it runs the way we call it."""
+        try:
+            with torch.no_grad():
+                self._asked = torch.ones(1, 1, dtype=torch.bool, device=self._device)
+                zero = torch.zeros(1, 1, dtype=torch.long, device=self._device)
+                mask = self._masks(Placement(0, (0,), 1, zero, 1))
+                output = self._network(
+                    input_ids=zero,
+                    position_ids=zero,
+                    attention_mask=mask,
+                    use_cache=True,
+                    **{self._cache_name: self._cache},
+                )
+            heads = self.vocab_size if self._head_ids is None else len(self._head_ids)
+            if output.logits.shape != (1, 1, heads):
+                raise ValueError(f"logits of shape {tuple(output.logits.shape)}, not (1, 1, {heads})")
+        except Exception as error:
+            kind = self._network.config.model_type
+            raise ModelError(
+                f"model {self.model!r}: architecture {kind!r} cannot be run with per-row masks and positions"
+                f" ({type(error).__name__}: {error}); choose another model"
+            ) from error
+        self._cache.allocate()
+
+
+def _padded(
+    place: Placement, tokens: list[npt.NDArray[np.int64]], counts: list[int], wanted: list[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, positions and asked positions, [B, width] each. Padding repeats the row's last token and position."""
+    size = (len(tokens), place.width)
+    ids, positions, asked = np.empty(size, np.int64), np.empty(size, np.int64), np.zeros(size, np.bool_)
+    for index, (array, count, start, logits) in enumerate(zip(tokens, counts, place.starts, wanted, strict=True)):
+        ids[index, :count], ids[index, count:] = array, array[-1]
+        positions[index] = np.minimum(np.arange(start, start + place.width), start + count - 1)
+        asked[index, count - logits : count] = True
+    return torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(asked)
+
+
+__all__ = ["Piece", "TransformersExecutor"]
