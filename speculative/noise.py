@@ -48,8 +48,7 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
         )
     c0, c1, c2, c3 = counter.unbind(-1)
     k0, k1 = key.unbind(-1)
-    shape = torch.broadcast_shapes(c0.shape, k0.shape)
-    return torch.stack([word.expand(shape) for word in _rounds(c0, c1, c2, c3, k0, k1)], dim=-1)
+    return torch.stack(_rounds(c0, c1, c2, c3, k0, k1), dim=-1)
 
 
 def _rounds(
@@ -80,9 +79,7 @@ def random_words(
     Word w of the counter (index, position, stream, 0) is column 4 * index + w. Seeds are integers below 2**64, or an
     int64 tensor of their bit patterns; `stream` is one for all rows or one a row.
     """
-    rows = _Rows(seeds, stream, positions, device)
-    index = torch.arange((count + 3) // 4, dtype=torch.int64, device=rows.device)
-    return torch.stack(rows.block(index), dim=-1).flatten(1)[:, :count]
+    return WordSource(seeds, stream, positions, device).words(count)
 
 
 def uniform(seeds: Seeds, stream: Streams, positions: Positions) -> Tensor:
@@ -114,29 +111,20 @@ def gumbel(
     law p. Small E, the ones that win, keep full relative precision; every value is finite. The logarithms are made of
     single additions and multiplications, which IEEE rounds alike everywhere: values agree between devices bit for bit.
     """
-    rows = _Rows(seeds, stream, positions, device)
-    if ids is None:
-        columns = vocab
-        index = torch.arange((vocab + 3) // 4, dtype=torch.int64, device=rows.device)
-    else:
-        columns = len(ids)
-        ids = ids.to(rows.device)
-        index, lane = ids // 4, ids % 4
-    out = torch.empty((len(rows), columns), dtype=torch.float32, device=rows.device)
-    budget = _CHUNK_CPU if rows.device.type == "cpu" else _CHUNK_ACCELERATOR
+    source = WordSource(seeds, stream, positions, device)
+    columns = vocab if ids is None else len(ids)
+    out = torch.empty((len(source), columns), dtype=torch.float32, device=source.device)
+    budget = _CHUNK_CPU if source.device.type == "cpu" else _CHUNK_ACCELERATOR
     step = max(1, budget // max(1, columns))
-    for start in range(0, len(rows), step):
-        words = torch.stack(rows.slice(start, start + step).block(index), dim=-1)  # [rows, counters, 4]
-        if ids is None:
-            chosen = words.flatten(1)[:, :columns]
-        else:
-            chosen = words.gather(2, lane.view(1, -1, 1).expand(len(words), -1, 1)).squeeze(2)
-        out[start : start + step] = _gumbel_of_words(chosen)
+    for start in range(0, len(source), step):
+        part = source.slice(start, start + step)
+        words = part.words(vocab) if ids is None else part.words_of(ids.to(source.device))
+        out[start : start + step] = gumbel_of_words(words)
     return out
 
 
-class _Rows:
-    """Keys, positions and streams of N rows as columns [N, 1] that broadcast against an index [M]."""
+class WordSource:
+    """The words of N rows; keys, positions and streams are columns [N, 1] that broadcast against an index [M]."""
 
     def __init__(
         self, seeds: Seeds, stream: Streams, positions: Positions, device: torch.device | str | None = None
@@ -159,14 +147,27 @@ class _Rows:
     def __len__(self) -> int:
         return len(self.low)
 
-    def slice(self, start: int, stop: int) -> _Rows:
-        part = object.__new__(_Rows)
+    def slice(self, start: int, stop: int) -> WordSource:
+        part = object.__new__(WordSource)
         part.device = self.device
         part.low, part.high = self.low[start:stop], self.high[start:stop]
         part.place, part.streams = self.place[start:stop], self.streams[start:stop]
         return part
 
-    def block(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def words(self, count: int) -> Tensor:
+        """Words 0 .. count - 1 of each row -> int64 [N, count]."""
+        index = torch.arange((count + 3) // 4, dtype=torch.int64, device=self.device)
+        out = torch.empty((len(self), len(index), 4), dtype=torch.int64, device=self.device)
+        for lane, word in enumerate(self._block(index)):
+            out[:, :, lane] = word
+        return out.flatten(1)[:, :count]
+
+    def words_of(self, ids: Tensor) -> Tensor:
+        """Words `ids` [M] of each row -> int64 [N, M]."""
+        lanes = torch.stack(self._block(ids // 4), dim=-1)  # [N, M, 4]
+        return lanes.gather(2, (ids % 4).view(1, -1, 1).expand(len(self), -1, 1)).squeeze(2)
+
+    def _block(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The four words of each counter index -> four int64 [N, M]."""
         zero = torch.zeros_like(self.streams)
         return _rounds(index.unsqueeze(0), self.place, self.streams, zero, self.low, self.high)
@@ -199,7 +200,7 @@ _LOG_COEFFICIENTS = (
 _SQRT_HALF_BITS = 0x3F3504F3
 
 
-def _gumbel_of_words(words: Tensor) -> Tensor:
+def gumbel_of_words(words: Tensor) -> Tensor:
     """-log(-log1p(-x)), x = (w + 0.5) / 2**32, of uint32 words held in int64 -> float32, same shape.
 
     Selection is by bit masks: on random words they run several times faster than `where`.

@@ -5,18 +5,65 @@ Imports torch and this package's noise.
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
 
-from speculative.noise import Positions, Seeds, Streams, gumbel
+from speculative.noise import WORD, Positions, Seeds, Streams, WordSource, gumbel, gumbel_of_words
+
+# A row whose tokens are mostly excluded (top-k, top-p) races only those that are left.
+_SPARSE = 8
+# The bound below is float32: wider than its error, and than that of the scores it stands for.
+_SLACK = 1.001
 
 
 def race(log_p: Tensor, seeds: Seeds, stream: Streams, positions: Positions, ids: Tensor | None = None) -> Tensor:
     """The winner of each row's race: argmax over tokens of log p + gumbel(seed, stream, position) -> int64 [N].
 
     log_p float32 [N, V]; column v stands for token `ids[v]` where ids is given, else for token v. The answer is a
-    token, and the lowest column's on a tie. A token at -inf never wins while the row has another; NaN rows answer
-    with some token of no meaning. Adding a constant to a row changes nothing but rounding.
+    token, and the lowest column's on a tie. A token at -inf never wins; a row with NaN or without a finite maximum
+    answers with its first token, which means nothing. A constant added to a row changes nothing but rounding.
     """
-    noise = gumbel(seeds, stream, positions, log_p.shape[-1], ids=ids, device=log_p.device)
-    columns = noise.add_(log_p).argmax(dim=-1)
+    if log_p.device.type == "cpu":
+        columns = _race_on_cpu(log_p, WordSource(seeds, stream, positions, "cpu"), ids)
+    else:
+        noise = gumbel(seeds, stream, positions, log_p.shape[-1], ids=ids, device=log_p.device)
+        columns = noise.add_(log_p).argmax(dim=-1)
     return columns if ids is None else ids.to(columns.device)[columns]
+
+
+def _race_on_cpu(log_p: Tensor, source: WordSource, ids: Tensor | None) -> Tensor:
+    """The same winners, row by row in cache, with logarithms of the few candidates alone."""
+    peaks = log_p.amax(dim=-1).tolist()  # carries NaN
+    winners = [
+        _winner(log_p[row], peak, source.slice(row, row + 1), ids) if math.isfinite(peak) else 0
+        for row, peak in enumerate(peaks)
+    ]
+    return torch.tensor(winners, dtype=torch.int64)
+
+
+def _winner(log_p: Tensor, peak: float, source: WordSource, ids: Tensor | None) -> int:
+    """Winning column of one row [V].
+
+    With x the uniform number of a token, E = -log(1 - x) >= x, so no token wins whose x / p is above the E / p of any
+    other. That leaves a handful, and needs no logarithm of the rest.
+    """
+    columns = None
+    if _mostly_excluded(log_p):
+        columns = (log_p != -math.inf).nonzero().squeeze(1)
+        log_p = log_p[columns]
+    tokens = columns if ids is None else ids if columns is None else ids[columns]
+    words = source.words(len(log_p)) if tokens is None else source.words_of(tokens)
+    words = words[0]
+    x = words.to(torch.float32).add_(0.5).mul_(1.0 / (WORD + 1))
+    bound = x * (peak - log_p).exp_()
+    first = (bound == bound.min()).nonzero()[0]
+    limit = -torch.log1p(-x[first].to(torch.float64)) * (peak - log_p[first]).exp_()
+    near = (bound <= limit.to(torch.float32) * _SLACK).nonzero().squeeze(1)
+    best = int(near[(gumbel_of_words(words[near]) + log_p[near]).argmax()])
+    return best if columns is None else int(columns[best])
+
+
+def _mostly_excluded(log_p: Tensor) -> bool:
+    return int(torch.count_nonzero(log_p != -math.inf)) * _SPARSE < len(log_p)
