@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from execution import default_models
 from execution.devices import parse_device, parse_dtype, set_threads
 from execution.errors import ModelError
 from execution.interface import Executor
 from execution.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["ModelError", "load"]
 
@@ -26,7 +32,10 @@ def load(model: str, *, device: str = "cpu", dtype: str = "float32", threads: in
     set_threads(threads)
     if model == "toy" or model.startswith("toy:"):
         return _load_toy(model, device, dtype)
-    raise ModelError(f"model {model!r}: not yet ({torch_device}, {torch_dtype})")
+    try:
+        return _load_network(model, torch_device, torch_dtype)
+    except MemoryError as error:
+        raise ModelError(f"model {model!r} does not fit into memory: use --dtype bfloat16 or a smaller one") from error
 
 
 def _load_toy(model: str, device: str, dtype: str) -> tuple[Executor, Vocabulary]:
@@ -42,3 +51,89 @@ def _load_toy(model: str, device: str, dtype: str) -> tuple[Executor, Vocabulary
     if spec.fail_load == 2:
         os._exit(3)
     return ToyExecutor(model, device, dtype), toy_vocabulary(spec)
+
+
+def _load_network(model: str, device: torch.device, dtype: torch.dtype) -> tuple[Executor, Vocabulary]:
+    source = _source(model)
+    from execution.draft_checkpoint import draft_settings, load_draft
+    from execution.hub_models import load_network
+    from execution.transformers_executor import TransformersExecutor
+
+    settings = draft_settings(source) if isinstance(source, Path) else None
+    head_ids = None
+    if settings is not None and isinstance(source, Path):
+        lender = str(settings.get("embedding_source", ""))
+        network, head_ids = load_draft(source, model, dtype, device, lambda: _embedding(lender, model))
+        own = settings.get("embedding") != "shared" and (source / "tokenizer.json").is_file()
+        vocabulary = _vocabulary(model, source, network) if own else _lent_vocabulary(lender, model)
+    else:
+        network = load_network(model, source, dtype, device)
+        vocabulary = _vocabulary(model, source, network)
+    size = int(network.config.get_text_config(decoder=True).vocab_size)
+    if vocabulary.size > size:
+        raise ModelError(
+            f"model {model!r}: its tokenizer has {vocabulary.size} ids, the model only {size}: the two do not belong"
+            " together; use the tokenizer that came with the model"
+        )
+    return TransformersExecutor(network, model, vocab_size=size, head_ids=head_ids), vocabulary
+
+
+def _source(model: str) -> Path | str:
+    """The folder that transformers can read, or the hub id."""
+    from execution.hub_models import KNOWN
+
+    if model == default_models.DRAFT:
+        return default_models.draft_checkpoint()
+    path = default_models.target_file() if model == default_models.TARGET else Path(model).expanduser()
+    if path.is_file():
+        from execution.gguf_models import converted_folder
+
+        return converted_folder(path, model)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"model {model!r}: the folder has no config.json: give {KNOWN}")
+        return path
+    if model.endswith(".gguf") or model.startswith(("/", ".", "~")) or model.count("/") > 1 or not model.strip():
+        raise ModelError(f"model {model!r}: there is no such file or folder: give {KNOWN}")
+    return model
+
+
+def _vocabulary(model: str, source: Path | str, network: Any) -> Vocabulary:
+    from execution.gguf_models import converted_vocabulary
+    from execution.hub_models import load_vocabulary
+
+    if isinstance(source, Path) and (source / "vocabulary.json").is_file():
+        return converted_vocabulary(source)
+    return load_vocabulary(model, source, network)
+
+
+def _embedding(lender: str, borrower: str) -> torch.Tensor:
+    """The embedding of another model, without loading the rest of it."""
+    from execution.draft_checkpoint import EMBEDDING
+    from execution.hub_models import read_tensor, weights_folder
+
+    try:
+        return read_tensor(weights_folder(lender, _source(lender)), EMBEDDING)
+    except (KeyError, FileNotFoundError) as error:
+        raise ModelError(
+            f"model {borrower!r} borrows the embedding of {lender!r}, which has no {EMBEDDING} in safetensors: distil"
+            " a draft with an embedding of its own"
+        ) from error
+
+
+def _lent_vocabulary(lender: str, borrower: str) -> Vocabulary:
+    from execution.draft_checkpoint import draft_settings
+
+    source = _source(lender)
+    if isinstance(source, Path) and draft_settings(source) is not None:
+        raise ModelError(f"model {borrower!r} borrows from {lender!r}, itself a draft: name the target as its source")
+    from transformers import AutoConfig
+
+    return _vocabulary(lender, source, _ConfigOnly(AutoConfig.from_pretrained(source)))
+
+
+class _ConfigOnly:
+    """Stands for a network where only its configuration is needed."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config

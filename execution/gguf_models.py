@@ -1,0 +1,74 @@
+"""GGUF files: dequantised and converted once into an ordinary folder of the cache, keyed by the file's content.
+
+Imports torch and transformers, when a file has to be converted and only then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from execution.cache_folder import content_key, made_once, need_space
+from execution.errors import ModelError
+from execution.vocabulary import Vocabulary
+
+_FORMAT = 1  # of the converted folders: raise it when their content changes
+
+_log = logging.getLogger(__name__)
+
+
+def converted_folder(path: Path, reference: str) -> Path:
+    """Folder with config.json, model.safetensors (float32), tokenizer.json and vocabulary.json of a GGUF file."""
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ModelError(f"model {reference!r}: {str(path)!r} is not a GGUF file: give one, or a model folder")
+
+    def make(folder: Path) -> None:
+        _log.info("converting %s (once, half a minute for a small model)", path.name)
+        need_space(12 * path.stat().st_size, f"dequantising {path.name}")
+        quiet = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
+        try:
+            with quiet:
+                _convert(path, folder)
+        except (ValueError, NotImplementedError, KeyError, ImportError) as error:
+            raise ModelError(
+                f"model {reference!r}: transformers cannot read this GGUF file ({type(error).__name__}: {error}):"
+                " use another quantisation of it, or the model's own folder"
+            ) from error
+
+    return made_once(f"gguf/{content_key(path)[:32]}-v{_FORMAT}", make)
+
+
+def converted_vocabulary(folder: Path) -> Vocabulary:
+    """The vocabulary that `converted_folder` left in its folder."""
+    about = json.loads((folder / "vocabulary.json").read_text())
+    return Vocabulary((folder / "tokenizer.json").read_bytes(), about["chat_template"], tuple(about["eos_ids"]))
+
+
+def _convert(path: Path, folder: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    source: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
+    config = AutoConfig.from_pretrained(path.parent, **source)
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config)  # only names the weights
+    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=network)["tensors"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config.architectures, config.dtype = [type(network).__name__], torch.float32
+    config.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, **source)
+    (folder / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
+    eos = config.eos_token_id if config.eos_token_id is not None else tokenizer.eos_token_id
+    about = {
+        "chat_template": tokenizer.chat_template or "",
+        "eos_ids": [eos] if isinstance(eos, int) else list(eos or ()),
+    }
+    (folder / "vocabulary.json").write_text(json.dumps(about))

@@ -1,0 +1,117 @@
+"""Models in transformers' own form: a folder here, or an id on the Hugging Face hub. Imports transformers lazily."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from execution.errors import ModelError
+from execution.vocabulary import Vocabulary
+
+KNOWN = "smollm2-135m-instruct, smollm2-135m-draft, toy:..., a folder, a .gguf file or a Hugging Face id"
+
+
+@contextmanager
+def readable_errors(reference: str) -> Iterator[None]:
+    """What transformers raises while it loads, as one line."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except ImportError as error:
+        raise ModelError(f"model {reference!r} needs a package that is missing ({error}): install it") from error
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        local = Path(reference).is_dir()
+        where = "the folder" if local else "the Hugging Face hub and its cache"
+        why = _first_line(error)
+        raise ModelError(
+            f"model {reference!r} cannot be loaded from {where} ({why}): give {KNOWN}"
+            + ("" if local else "; offline, only what was downloaded before")
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines() or [type(error).__name__]
+    return text[0][:300]
+
+
+def hush() -> None:
+    """No progress bars in log files, and no advice of transformers among our lines."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    if not sys.stderr.isatty():
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()
+
+
+def load_network(reference: str, source: str | Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """The causal language model of a folder or hub id, refused before its weights are read if it can't be run."""
+    from execution.attention_kinds import refuse_unsupported
+
+    with readable_errors(reference):
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        hush()
+        config = AutoConfig.from_pretrained(source)
+        with torch.device("meta"):
+            refuse_unsupported(AutoModelForCausalLM.from_config(config), reference)
+        network = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype)
+        return network.to(device)
+
+
+def load_vocabulary(reference: str, source: str | Path, network: Any) -> Vocabulary:
+    """The vocabulary beside a model. ModelError if it has no tokenizer that travels as tokenizer.json."""
+    with readable_errors(reference):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ModelError(
+            f"model {reference!r}: its tokenizer ({type(tokenizer).__name__}) has no tokenizer.json form, which the"
+            " orchestrator needs: choose a model with a fast tokenizer"
+        )
+    template = tokenizer.chat_template or ""
+    if isinstance(template, dict):
+        template = template.get("default", "")
+    return Vocabulary(backend.to_str().encode(), template, _eos_ids(network, tokenizer))
+
+
+def _eos_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Where transformers' own `generate` stops."""
+    for source in (getattr(network, "generation_config", None), network.config, tokenizer):
+        found = getattr(source, "eos_token_id", None)
+        if found is not None:
+            return (found,) if isinstance(found, int) else tuple(found)
+    return ()
+
+
+def weights_folder(reference: str, source: str | Path) -> Path:
+    """The folder that holds a model's safetensors."""
+    if Path(source).is_dir():
+        return Path(source)
+    with readable_errors(reference):
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors"]))
+
+
+def read_tensor(folder: Path, name: str) -> torch.Tensor:
+    """One tensor of a folder's safetensors, mapped and not copied. KeyError if it is not there."""
+    from safetensors import safe_open
+
+    index = folder / "model.safetensors.index.json"
+    file = json.loads(index.read_text())["weight_map"][name] if index.is_file() else "model.safetensors"
+    with safe_open(folder / file, framework="pt") as tensors:
+        if name not in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
+            raise KeyError(name)
+        return tensors.get_tensor(name)  # type: ignore[no-any-return]
