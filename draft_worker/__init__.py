@@ -1,0 +1,1 @@
+"""The process that proposes blocks. Imports worker, protocol, execution and speculative."""

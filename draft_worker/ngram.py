@@ -1,0 +1,86 @@
+"""Proposing without a model: prompt lookup (Saxena 2023; Yang et al. 2023, "LLMA"). q is a point mass on each token.
+
+No torch: this worker starts at once and costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from protocol.codecs import NO_Q
+from protocol.errors import FailureCode, ProtocolError
+from protocol.limits import MAX_LENGTH, MAX_VOCAB
+from protocol.messages import Block, Message, Open, Propose, TokenizerReply, Verify
+from worker.loop import Job
+from worker.process import Served
+from worker.table import Entry
+
+LONGEST_MATCH = 4  # tokens of the suffix that is looked for; shorter ones are tried after
+
+
+def continuation(tokens: Sequence[int], gamma: int, longest: int = LONGEST_MATCH) -> list[int]:
+    """Up to γ tokens that followed the latest earlier occurrence of the longest suffix of `tokens`."""
+    array = np.asarray(tokens, dtype=np.int64)
+    for size in range(min(longest, len(array) - 1), 0, -1):
+        windows = np.lib.stride_tricks.sliding_window_view(array[:-1], size)  # the suffix itself is left out
+        found = np.flatnonzero((windows == array[-size:]).all(axis=1))
+        if found.size:
+            start = int(found[-1]) + size
+            return [int(token) for token in array[start : start + gamma]]
+    return []
+
+
+class NgramDraftEngine:
+    """Looks each request's last tokens up in what it holds already."""
+
+    work_type: type[Propose] = Propose
+
+    def open(self, opened: Open) -> int:
+        if opened.verify == "rejection" and opened.codec != "none" and opened.sampling.temperature > 0:
+            raise ProtocolError(
+                FailureCode.BAD_VALUE, f"ngram's q is a point mass: open with codec none, not {opened.codec}"
+            )
+        return 0
+
+    def close(self, entry: Entry) -> None:
+        pass  # there is no row to free
+
+    def check(self, entry: Entry, message: Propose | Verify) -> None:
+        pass  # any block can be looked up
+
+    def run(self, opened: Sequence[Entry], jobs: Sequence[Job]) -> list[Message]:
+        return [self._block(job) for job in jobs]
+
+    def _block(self, job: Job) -> Block:
+        started = time.perf_counter()
+        message = job.message
+        assert isinstance(message, Propose)
+        tokens = continuation(job.entry.tokens, message.gamma)
+        return Block(
+            request_id=message.request_id,
+            epoch=message.epoch,
+            base_length=message.base_length,
+            block_id=message.block_id,
+            seconds=time.perf_counter() - started,
+            tokens=np.asarray(tokens, dtype=np.int32),
+            q=NO_Q,
+        )
+
+
+def served_ngram() -> Served:
+    """What the handshake says of prompt lookup: any vocabulary, any length, a point mass."""
+    return Served(
+        engine=NgramDraftEngine(),
+        model="ngram",
+        source="ngram",
+        vocab_size=MAX_VOCAB,
+        vocabulary="",
+        context_length=MAX_LENGTH,
+        eos_ids=(),
+        verify_modes=("rejection", "coupled"),
+        codecs=("none",),
+        tokenizer=TokenizerReply(b"", ""),
+    )

@@ -1,0 +1,103 @@
+"""Counting rounds: one dataclass that sinks (summary line, --json, --trace) read. Every counter uses emitted tokens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from orchestrator.request import Request, Round
+
+
+@dataclass
+class RequestStats:
+    """Sums over the rounds of one request. Seconds: worker compute (`draft`, `verify`), and the rest of the trips."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    block_bytes: int = 0  # frames of verifies that carried draft tokens
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    wire_seconds: float = 0.0
+
+    def add(self, done: Round) -> None:
+        drafted = len(done.proposal.tokens)
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += done.kept
+        self.emitted += len(done.emitted)
+        if drafted:
+            self.block_bytes += done.verified.bytes_sent
+        missing = drafted - len(self.accepted_per_position)
+        self.accepted_per_position.extend([0] * missing)
+        for position in range(done.kept):
+            self.accepted_per_position[position] += 1
+        self.draft_seconds += done.proposal.seconds
+        self.verify_seconds += done.verified.seconds
+        self.wire_seconds += done.proposal.wire_seconds + done.verified.wire_seconds
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        return self.emitted / self.rounds if self.rounds else 0.0
+
+    @property
+    def wire_bytes_per_draft_token(self) -> float:
+        return self.block_bytes / self.drafted if self.drafted else 0.0
+
+    def speculative(self) -> dict[str, Any]:
+        """The object `speculative` of --json."""
+        return {
+            "rounds": self.rounds,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "emitted": self.emitted,
+            "acceptance_rate": self.acceptance_rate,
+            "tokens_per_round": self.tokens_per_round,
+            "wire_bytes_per_draft_token": self.wire_bytes_per_draft_token,
+            "accepted_per_position": list(self.accepted_per_position),
+        }
+
+    def seconds(self, total: float) -> dict[str, float]:
+        """The object `seconds` of --json; `total` is the request's wall time."""
+        return {
+            "draft": self.draft_seconds,
+            "verify": self.verify_seconds,
+            "wire": self.wire_seconds,
+            "total": total,
+        }
+
+
+class TraceSink:
+    """Writes one JSON line a round: who proposed what, what was accepted, what corrected it."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, request: Request, done: Round) -> None:
+        proposal, verified = done.proposal, done.verified
+        line = {
+            "request": request.request_id,
+            "round": done.index,
+            "base_length": done.base_length,
+            "source": proposal.source or None,
+            "proposed": list(proposal.tokens),
+            "accepted": verified.accepted,
+            verified.origin: verified.token,
+            "emitted": list(done.emitted),
+            "finish_reason": done.finish_reason,
+            "bytes_to_target": verified.bytes_sent,
+            "seconds": {
+                "draft": proposal.seconds,
+                "verify": verified.seconds,
+                "wire": proposal.wire_seconds + verified.wire_seconds,
+            },
+        }
+        self._stream.write(json.dumps(line) + "\n")
+        self._stream.flush()

@@ -1,0 +1,1 @@
+"""The process that verifies drafted blocks. Imports worker, protocol, execution and speculative."""

@@ -1,0 +1,49 @@
+"""The command line that both workers share. Imports no torch, so that --help is instant."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+import click
+
+from worker.config import DTYPES, Role, WorkerConfig
+from worker.process import Served, run_worker
+
+
+def worker_command(
+    role: Role, default_model: str, model_help: str, load: Callable[[WorkerConfig], Served]
+) -> click.Command:
+    """The click command of one role; `load` brings the engine, after the address is bound."""
+    other = "verifies them" if role == "target" else "proposes blocks of draft tokens"
+
+    @click.command(name=f"specdec-{role}-worker", help=f"A {role} worker: {other} for a specdec-orchestrator.")
+    @click.option("--model", default=default_model, show_default=True, help=model_help)
+    @click.option("--device", default="cpu", show_default=True, help="cpu, gpu0 (or cuda:0), mps.")
+    @click.option("--dtype", default="float32", show_default=True, type=click.Choice(DTYPES))
+    @click.option(
+        "--listen",
+        required=True,
+        metavar="ADDRESS",
+        help="tcp://HOST:PORT (control at PORT+1), ipc://PATH. A host beyond this machine needs --insecure.",
+    )
+    @click.option("--threads", type=click.IntRange(1, 1024), default=os.cpu_count() or 1, show_default=True)
+    @click.option("--insecure", is_flag=True, help="Allow a non-loopback --listen: anyone who reaches it can use it.")
+    @click.option("--exit-with-stdin", is_flag=True, help="End when standard input closes (set by a supervisor).")
+    @click.option("--debug", is_flag=True, help="Tracebacks and more log lines.")
+    @click.version_option(package_name="specdec-orchestrator")
+    def command(
+        model: str,
+        device: str,
+        dtype: str,
+        listen: str,
+        threads: int,
+        insecure: bool,
+        exit_with_stdin: bool,
+        debug: bool,
+    ) -> None:
+        config = WorkerConfig(role, model, listen, device, dtype, threads, insecure, exit_with_stdin, debug)
+        sys.exit(run_worker(config, load))
+
+    return command

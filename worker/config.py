@@ -1,0 +1,29 @@
+"""The one configuration of a worker process. Command-line defaults are read from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal["draft", "target"]
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """How one worker process runs.
+
+    `listen` is the data address; the control address follows from it (protocol.addresses). `threads` is torch's
+    intra-op thread count. `exit_with_stdin` ends the process when its standard input closes: a supervising parent
+    holds the other end of that pipe, so that no worker outlives it.
+    """
+
+    role: Role
+    model: str
+    listen: str
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = 1
+    insecure: bool = False
+    exit_with_stdin: bool = False
+    debug: bool = False
