@@ -89,10 +89,29 @@ def verify_coupled(
     layout = _Layout.of(log_p, gammas, drafted)
     _check_noise(layout, seeds, positions)
     errors = _errors(log_p, layout, drafted)
-    row_seeds = [seed for seed, gamma in zip(seeds, layout.gammas, strict=True) for _ in range(gamma + 1)]
-    row_places = [place + k for place, gamma in zip(positions, layout.gammas, strict=True) for k in range(gamma + 1)]
-    choices = race(log_p, row_seeds, Stream.RACE, row_places).tolist()
-    return _keep_while_equal(choices, layout, drafted.tolist(), errors)
+    wanted = drafted.tolist()
+    choices = [-1] * len(log_p)
+    going, depth = [i for i, error in enumerate(errors) if error is None], 0
+    while going:
+        # A CPU draws a row only when the one before it was kept; an accelerator would rather draw all in one launch.
+        one_wave = log_p.device.type != "cpu"
+        cells = [(i, k) for i in going for k in (range(layout.gammas[i] + 1) if one_wave else (depth,))]
+        rows = [layout.first_row[i] + k for i, k in cells]
+        tokens = race(
+            log_p[torch.tensor(rows, device=log_p.device)],
+            [seeds[i] for i, _ in cells],
+            Stream.RACE,
+            [positions[i] + k for i, k in cells],
+        )
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            choices[row] = token
+        going = [] if one_wave else [i for i in going if _kept_at(choices, wanted, layout, i, depth)]
+        depth += 1
+    return _keep_while_equal(choices, layout, wanted, errors)
+
+
+def _kept_at(choices: list[int], drafted: list[int], layout: _Layout, i: int, k: int) -> bool:
+    return k < layout.gammas[i] and choices[layout.first_row[i] + k] == drafted[layout.first_draft[i] + k]
 
 
 def verify_rejection(

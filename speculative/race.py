@@ -44,26 +44,33 @@ def _race_on_cpu(log_p: Tensor, source: WordSource, ids: Tensor | None) -> Tenso
 
 
 def _winner(log_p: Tensor, peak: float, source: WordSource, ids: Tensor | None) -> int:
-    """Winning column of one row [V].
+    """Winning column of one row [V] whose maximum is `peak`.
 
     With x the uniform number of a token, E = -log(1 - x) >= x, so no token wins whose x / p is above the E / p of any
     other. That leaves a handful, and needs no logarithm of the rest.
     """
-    columns = None
-    if _mostly_excluded(log_p):
-        columns = (log_p != -math.inf).nonzero().squeeze(1)
+    columns = _left_over(log_p)
+    if columns is not None:
+        if len(columns) == 1:
+            return int(columns[0])
         log_p = log_p[columns]
     tokens = columns if ids is None else ids if columns is None else ids[columns]
-    words = source.words(len(log_p)) if tokens is None else source.words_of(tokens)
-    words = words[0]
-    x = words.to(torch.float32).add_(0.5).mul_(1.0 / (WORD + 1))
-    bound = x * (peak - log_p).exp_()
-    first = (bound == bound.min()).nonzero()[0]
-    limit = -torch.log1p(-x[first].to(torch.float64)) * (peak - log_p[first]).exp_()
-    near = (bound <= limit.to(torch.float32) * _SLACK).nonzero().squeeze(1)
-    best = int(near[(gumbel_of_words(words[near]) + log_p[near]).argmax()])
-    return best if columns is None else int(columns[best])
+    words = (source.words(len(log_p)) if tokens is None else source.words_of(tokens))[0]
+    bound = words.to(torch.float32).add_(0.5).mul_(1.0 / (WORD + 1)).mul_((peak - log_p).exp_())
+    reach = 2 * float(bound.min())
+    while True:
+        near = (bound <= reach).nonzero().squeeze(1)
+        scores = gumbel_of_words(words[near]).add_(log_p[near])
+        best = int(scores.argmax())
+        needed = math.exp(peak - float(scores[best])) * _SLACK
+        if needed <= reach:
+            return int(near[best] if columns is None else columns[near[best]])
+        reach = needed
 
 
-def _mostly_excluded(log_p: Tensor) -> bool:
-    return int(torch.count_nonzero(log_p != -math.inf)) * _SPARSE < len(log_p)
+def _left_over(log_p: Tensor) -> Tensor | None:
+    """The columns that are not excluded, where they are few; None where racing the whole row is as cheap."""
+    if math.isfinite(float(log_p.min())):
+        return None
+    columns = (log_p != -math.inf).nonzero().squeeze(1)
+    return columns if len(columns) * _SPARSE < len(log_p) or len(columns) == 1 else None

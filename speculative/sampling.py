@@ -92,14 +92,12 @@ def _one_law(logits: Tensor, option: SamplingOptions) -> Tensor:
         return _greedy(scores, peak)
     # The maximum goes first: a temperature of 1e-6 must not overflow the likeliest token.
     scores = (scores - peak).div_(option.temperature)
-    if option.top_k and option.top_k < scores.shape[1]:
-        scores = _keep_top_k(scores, option.top_k)
-    if option.top_p < 1:
-        scores = _keep_top_p(scores, option.top_p)
-    if option.min_p > 0:
-        # A ratio to the likeliest token, so renormalising before it changes nothing. The maximum is 0.
-        scores = scores.masked_fill(scores < math.log(option.min_p), -math.inf)
-    out = torch.log_softmax(scores, dim=-1)
+    if option.top_k or option.top_p < 1:
+        width = min(option.top_k or _HEAD, scores.shape[1])
+        out = _keep_likeliest(scores, option, width)
+    else:
+        kept = scores if option.min_p == 0 else scores.masked_fill(scores < math.log(option.min_p), -math.inf)
+        out = torch.log_softmax(kept, dim=-1)
     return out.masked_fill_(~peak.isfinite(), math.nan)
 
 
@@ -109,37 +107,40 @@ def _greedy(scores: Tensor, peak: Tensor) -> Tensor:
     return out.masked_fill_(~peak.isfinite(), math.nan)
 
 
-def _keep_top_k(scores: Tensor, k: int) -> Tensor:
-    threshold = torch.topk(scores, k, dim=-1).values[:, -1:]
-    return _keep_largest(scores, torch.full_like(threshold, k), threshold)
+def _keep_likeliest(scores: Tensor, option: SamplingOptions, width: int) -> Tensor:
+    """Top-k, top-p and min-p together, read off the `width` largest scores of each row in order -> log-probabilities.
 
-
-def _keep_top_p(scores: Tensor, top_p: float) -> Tensor:
-    """The fewest likeliest tokens of each row whose mass reaches top_p, lowest ids among equals; the rest to -inf."""
-    vocab = scores.shape[1]
-    mass = torch.logsumexp(scores, dim=-1, keepdim=True)
-    ordered = torch.topk(scores, min(_HEAD, vocab), dim=-1).values
-    before = _mass_before(ordered, mass)
-    count = (before < top_p).sum(dim=-1, keepdim=True)
+    Each filter keeps a number of the likeliest tokens, so their conjunction does too; equals at its end stay by lowest
+    id. scores [N, V] have maximum 0.
+    """
+    ordered = torch.topk(scores, width, dim=-1).values  # [N, width]
+    before = _mass_before(ordered, ordered if option.top_k else scores)
+    kept = (before < option.top_p) if option.top_p < 1 else torch.ones_like(before, dtype=torch.bool)
+    open_ended = kept[:, -1] if not option.top_k else torch.zeros_like(kept[:, -1])
+    if option.min_p > 0:
+        # A ratio to the likeliest token, so renormalising before it changes nothing.
+        kept &= ordered >= math.log(option.min_p)
+    count = kept.sum(dim=-1, keepdim=True)
     threshold = ordered.gather(1, count.clamp(min=1) - 1)
-    flat = torch.nonzero(count.squeeze(1) == ordered.shape[1]).squeeze(1)  # the head may be too short: sort it all
-    if ordered.shape[1] < vocab and len(flat):
-        ordered = torch.sort(scores[flat], dim=-1, descending=True).values
-        count[flat] = (_mass_before(ordered, mass[flat]) < top_p).sum(dim=-1, keepdim=True)
-        threshold[flat] = ordered.gather(1, count[flat].clamp(min=1) - 1)
-    return _keep_largest(scores, count, threshold)
+    total = ordered.masked_fill(~kept, -math.inf).logsumexp(dim=-1, keepdim=True)
+    out = (scores - total).masked_fill_(~_largest(scores, count, threshold), -math.inf)
+    flat = open_ended.nonzero().squeeze(1)
+    if width < scores.shape[1] and len(flat):  # the nucleus may go on past the head
+        out[flat] = _keep_likeliest(scores[flat], option, min(8 * width, scores.shape[1]))
+    return out
 
 
-def _mass_before(ordered: Tensor, mass: Tensor) -> Tensor:
-    """Probability of all that comes before each entry of descending scores -> [N, width], 0 first."""
-    return torch.nn.functional.pad((ordered[:, :-1] - mass).exp_().cumsum(dim=-1), (1, 0))
+def _mass_before(ordered: Tensor, law: Tensor) -> Tensor:
+    """Probability, among `law` [N, any], of all that stands before each entry of descending scores -> [N, width]."""
+    total = torch.logsumexp(law, dim=-1, keepdim=True)
+    return torch.nn.functional.pad((ordered[:, :-1] - total).exp_().cumsum(dim=-1), (1, 0))
 
 
-def _keep_largest(scores: Tensor, count: Tensor, threshold: Tensor) -> Tensor:
-    """Exactly the `count` [N, 1] largest of each row, of which `threshold` [N, 1] is the least; the rest to -inf."""
+def _largest(scores: Tensor, count: Tensor, threshold: Tensor) -> Tensor:
+    """Marks exactly the `count` [N, 1] largest of each row, of which `threshold` [N, 1] is the least -> bool [N, V]."""
     keep = scores >= threshold
     if bool((keep.sum(dim=-1, keepdim=True) > count).any()):  # equals at the threshold: the lowest ids stay
         tied = scores == threshold
         room = count - (scores > threshold).sum(dim=-1, keepdim=True)
         keep &= ~tied | (tied.cumsum(dim=-1) <= room)
-    return scores.masked_fill(~keep, -math.inf)
+    return keep
