@@ -188,7 +188,7 @@ def check_structure(q: EncodedQ, gamma: int) -> None:
     """Refuse (bad_frame) a q̃ whose arrays are not those of its codec for gamma rows. Values are `decode`'s business."""
     form = _FORMS.get(q.codec)
     if form is None:
-        raise ProtocolError(FailureCode.BAD_FRAME, f"q: codec {q.codec[:32]!r} is not one of {', '.join(CODECS)}")
+        raise ProtocolError(FailureCode.BAD_FRAME, f"q: codec {str(q.codec)[:32]!r} is not one of {', '.join(CODECS)}")
     if not form(q.arrays, gamma):
         got = ", ".join(f"{array.dtype}{list(array.shape)}" for array in q.arrays) or "no array"
         raise ProtocolError(FailureCode.BAD_FRAME, f"q: {got} is not the {q.codec} codec of {gamma} tokens")
