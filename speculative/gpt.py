@@ -31,6 +31,7 @@ class GPTModel(nn.Module):
         self.blocks = nn.ModuleList(_Block(embed_dim, num_heads) for _ in range(num_layers))
         self.norm = nn.LayerNorm(embed_dim)
         self.head = nn.Linear(embed_dim, vocab_size, bias=False)
+        self.apply(_initialise)
 
     def forward(self, ids: Tensor) -> Tensor:
         length = ids.shape[1]
@@ -51,7 +52,9 @@ class _Block(nn.Module):
         self.qkv = nn.Linear(embed_dim, 3 * embed_dim)
         self.out = nn.Linear(embed_dim, embed_dim)
         self.norm_mlp = nn.LayerNorm(embed_dim)
-        self.mlp = nn.Sequential(nn.Linear(embed_dim, 4 * embed_dim), nn.GELU(), nn.Linear(4 * embed_dim, embed_dim))
+        self.mlp = nn.Sequential(
+            nn.Linear(embed_dim, 4 * embed_dim, bias=False), nn.GELU(), nn.Linear(4 * embed_dim, embed_dim, bias=False)
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self._attend(self.norm_attention(hidden))
@@ -64,6 +67,14 @@ class _Block(nn.Module):
         attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         projected: Tensor = self.out(attended.transpose(1, 2).flatten(2))
         return projected
+
+
+def _initialise(module: nn.Module) -> None:
+    """GPT-2's start: weights of standard deviation 0.02, biases 0, so that an untrained model is nearly uniform."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
 
 
 def model_step(model: Callable[[Tensor], Tensor]) -> Step:

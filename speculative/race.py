@@ -12,6 +12,8 @@ from torch import Tensor
 
 from speculative.noise import WORD, Positions, Seeds, Streams, WordSource, gumbel, gumbel_of_words
 
+# Below this many columns one batched computation beats pruning row by row.
+_PRUNE_FROM = 4096
 # A row whose tokens are mostly excluded (top-k, top-p) races only those that are left.
 _SPARSE = 8
 # The bound below is float32: wider than its error, and than that of the scores it stands for.
@@ -21,19 +23,19 @@ _SLACK = 1.001
 def race(log_p: Tensor, seeds: Seeds, stream: Streams, positions: Positions, ids: Tensor | None = None) -> Tensor:
     """The winner of each row's race: argmax over tokens of log p + gumbel(seed, stream, position) -> int64 [N].
 
-    log_p float32 [N, V]; column v stands for token `ids[v]` where ids is given, else for token v. The answer is a
-    token, and the lowest column's on a tie. A token at -inf never wins; a row with NaN or without a finite maximum
-    answers with its first token, which means nothing. A constant added to a row changes nothing but rounding.
+    log_p float32 [N, V]; column v stands for token `ids[v]` where ids is given, else for token v. The lowest
+    column wins a tie, and a token at -inf never wins. A row with NaN or without a finite maximum has no winner: what is
+    answered for it means nothing. A constant added to a row changes nothing but rounding.
     """
-    if log_p.device.type == "cpu":
-        columns = _race_on_cpu(log_p, WordSource(seeds, stream, positions, "cpu"), ids)
+    if log_p.device.type == "cpu" and log_p.shape[-1] >= _PRUNE_FROM:
+        columns = _pruned_race(log_p, WordSource(seeds, stream, positions, "cpu"), ids)
     else:
         noise = gumbel(seeds, stream, positions, log_p.shape[-1], ids=ids, device=log_p.device)
         columns = noise.add_(log_p).argmax(dim=-1)
     return columns if ids is None else ids.to(columns.device)[columns]
 
 
-def _race_on_cpu(log_p: Tensor, source: WordSource, ids: Tensor | None) -> Tensor:
+def _pruned_race(log_p: Tensor, source: WordSource, ids: Tensor | None) -> Tensor:
     """The same winners, row by row in cache, with logarithms of the few candidates alone."""
     peaks = log_p.amax(dim=-1).tolist()  # carries NaN
     winners = [
