@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,13 @@ def hush() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     if not sys.stderr.isatty():
-        from huggingface_hub.utils import disable_progress_bars
+        from huggingface_hub.utils.tqdm import disable_progress_bars
 
         disable_progress_bars()
 
 
 def load_network(reference: str, source: str | Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """The causal language model of a folder or hub id, refused before its weights are read if it can't be run."""
+    """The causal language model of a folder or hub id. One that can't be run is refused before it is fetched."""
     from execution.attention_kinds import refuse_unsupported
 
     with readable_errors(reference):
@@ -62,18 +62,21 @@ def load_network(reference: str, source: str | Path, dtype: torch.dtype, device:
 
         hush()
         config = AutoConfig.from_pretrained(source)
-        with torch.device("meta"):
-            refuse_unsupported(AutoModelForCausalLM.from_config(config), reference)
+        if not Path(source).is_dir():  # refuse before gigabytes are fetched
+            with torch.device("meta"):
+                refuse_unsupported(AutoModelForCausalLM.from_config(config), reference)
         network = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype)
         return network.to(device)
 
 
-def load_vocabulary(reference: str, source: str | Path, network: Any) -> Vocabulary:
+def load_vocabulary(reference: str, source: str | Path) -> Vocabulary:
     """The vocabulary beside a model. ModelError if it has no tokenizer that travels as tokenizer.json."""
     with readable_errors(reference):
         from transformers import AutoTokenizer
 
+        hush()
         tokenizer = AutoTokenizer.from_pretrained(source)
+        eos_ids = _eos_ids(source, tokenizer)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ModelError(
@@ -83,13 +86,18 @@ def load_vocabulary(reference: str, source: str | Path, network: Any) -> Vocabul
     template = tokenizer.chat_template or ""
     if isinstance(template, dict):
         template = template.get("default", "")
-    return Vocabulary(backend.to_str().encode(), template, _eos_ids(network, tokenizer))
+    return Vocabulary(backend.to_str().encode(), template, eos_ids)
 
 
-def _eos_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:
+def _eos_ids(source: str | Path, tokenizer: Any) -> tuple[int, ...]:
     """Where transformers' own `generate` stops."""
-    for source in (getattr(network, "generation_config", None), network.config, tokenizer):
-        found = getattr(source, "eos_token_id", None)
+    from transformers import AutoConfig, GenerationConfig
+
+    places = [AutoConfig.from_pretrained(source), tokenizer]
+    with suppress(OSError):  # many folders have no generation_config.json
+        places.insert(0, GenerationConfig.from_pretrained(source))
+    for place in places:
+        found = getattr(place, "eos_token_id", None)
         if found is not None:
             return (found,) if isinstance(found, int) else tuple(found)
     return ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from execution import default_models
 from execution.devices import parse_device, parse_dtype, set_threads
@@ -65,10 +65,10 @@ def _load_network(model: str, device: torch.device, dtype: torch.dtype) -> tuple
         lender = str(settings.get("embedding_source", ""))
         network, head_ids = load_draft(source, model, dtype, device, lambda: _embedding(lender, model))
         own = settings.get("embedding") != "shared" and (source / "tokenizer.json").is_file()
-        vocabulary = _vocabulary(model, source, network) if own else _lent_vocabulary(lender, model)
+        vocabulary = _vocabulary(model, source) if own else _lent_vocabulary(lender, model)
     else:
         network = load_network(model, source, dtype, device)
-        vocabulary = _vocabulary(model, source, network)
+        vocabulary = _vocabulary(model, source)
     size = int(network.config.get_text_config(decoder=True).vocab_size)
     if vocabulary.size > size:
         raise ModelError(
@@ -98,13 +98,13 @@ def _source(model: str) -> Path | str:
     return model
 
 
-def _vocabulary(model: str, source: Path | str, network: Any) -> Vocabulary:
+def _vocabulary(model: str, source: Path | str) -> Vocabulary:
     from execution.gguf_models import converted_vocabulary
     from execution.hub_models import load_vocabulary
 
     if isinstance(source, Path) and (source / "vocabulary.json").is_file():
         return converted_vocabulary(source)
-    return load_vocabulary(model, source, network)
+    return load_vocabulary(model, source)
 
 
 def _embedding(lender: str, borrower: str) -> torch.Tensor:
@@ -127,13 +127,4 @@ def _lent_vocabulary(lender: str, borrower: str) -> Vocabulary:
     source = _source(lender)
     if isinstance(source, Path) and draft_settings(source) is not None:
         raise ModelError(f"model {borrower!r} borrows from {lender!r}, itself a draft: name the target as its source")
-    from transformers import AutoConfig
-
-    return _vocabulary(lender, source, _ConfigOnly(AutoConfig.from_pretrained(source)))
-
-
-class _ConfigOnly:
-    """Stands for a network where only its configuration is needed."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
+    return _vocabulary(lender, source)

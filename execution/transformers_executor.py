@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from execution.attention_kinds import AttentionKind, attention_kinds, context_length, refuse_unsupported
 from execution.errors import ModelError
 from execution.interface import Extension, check_batch
-from execution.passes import Piece, plan
+from execution.packed_attention import NAME as PACKED_ATTENTION
+from execution.passes import plan
 from execution.row_cache import Placement, RowCache
+from execution.self_check import TESTED, self_check
 
 
 class TransformersExecutor:
@@ -40,12 +42,17 @@ class TransformersExecutor:
         self._head_ids = None if head_ids is None else head_ids.to(self._device)
         self._kinds = attention_kinds(config)
         self._additive = network.config._attn_implementation == "eager"
+        if network.config._attn_implementation == "sdpa":
+            network.set_attn_implementation(PACKED_ATTENTION)
         names = inspect.signature(network.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._asked: Tensor | None = None  # bool [B, width]: the positions that the head computes
         network.get_output_embeddings().register_forward_pre_hook(self._select)
         self._cache = RowCache(config.num_hidden_layers)
         self._probe()
+        self._asked = None
+        if network.config.model_type not in TESTED and head_ids is None:
+            self_check(self, network, self._torch_dtype)
 
     # -- rows
 
@@ -167,6 +174,3 @@ def _padded(
         positions[index] = np.minimum(np.arange(start, start + place.width), start + count - 1)
         asked[index, count - logits : count] = True
     return torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(asked)
-
-
-__all__ = ["Piece", "TransformersExecutor"]
