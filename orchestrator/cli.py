@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -70,13 +71,15 @@ def _run(context: click.Context, job: Callable[[], Coroutine[Any, Any, int]]) ->
     debug = bool(context.params["debug"]) or bool(context.parent and context.parent.params["debug"])
     logging.basicConfig(level=logging.INFO if debug else logging.WARNING, format="%(message)s", stream=sys.stderr)
     try:
-        status = asyncio.run(job())
+        status = asyncio.run(_until_terminated(job()))
     except SpecdecError as error:
         if debug:
             logging.exception("the command failed")
         _end(str(error), error.exit_status)
     except KeyboardInterrupt:
         _end("interrupted", 130)
+    except asyncio.CancelledError:
+        _end("terminated", 143)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output is gone: nobody to tell
         sys.exit(1)
@@ -86,6 +89,14 @@ def _run(context: click.Context, job: Callable[[], Coroutine[Any, Any, int]]) ->
         _end(f"unexpected {type(error).__name__}: {error}; run again with --debug for the traceback", 1)
     else:
         sys.exit(status)
+
+
+async def _until_terminated(job: Coroutine[Any, Any, int]) -> int:
+    """Run `job`; a SIGTERM cancels it, so that workers are ended and folders removed as after ^C."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await job
 
 
 def _end(text: str, status: int) -> None:

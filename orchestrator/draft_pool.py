@@ -27,7 +27,6 @@ class DraftPool:
         self._keeper: asyncio.Task[None] | None = None
         self._peer: Peer | None = None
         self.timeout = config.draft_timeout
-        self.open_timeout = config.connect_timeout  # opening prefills the prompt
         self.restarts = 0
 
     @property

@@ -26,7 +26,7 @@ class Lane:
         self.epoch = 0
         self.known = 0
 
-    async def open(self, peer: Peer, timeout: float | None) -> None:
+    async def open(self, peer: Peer) -> None:
         """Open the request on `peer` unless it's open there; raises what Link.request raises."""
         if self._instance == peer.welcome.instance:
             return
@@ -42,7 +42,7 @@ class Lane:
             vocab_size=self._vocab_size,
             tokens=token_array(self._request.tokens),
         )
-        reply = await peer.link.request(message, timeout)
+        reply = await peer.link.request(message, None)
         self.known = reply.message.length
         self._instance = peer.welcome.instance
 

@@ -42,11 +42,17 @@ class Rounds:
         self._gamma = gamma
         self._target_lane, self._draft_lane = lanes
         self._block_id = 0
-        self._late: asyncio.Task[Reply[Block]] | None = None  # a proposal not waited for any longer, still to come
+        self._opening: asyncio.Task[None] | None = None  # the draft's prefill, beside the target's
+        self._asked: asyncio.Task[Reply[Block]] | None = None  # a proposal still to come, maybe not waited for any more
 
     async def open(self) -> None:
-        """Open the request on both workers at once: both prefill the prompt."""
-        await asyncio.gather(self._open_target(), self._open_draft())
+        """Open the request on both workers at once: both prefill the prompt. Only the target is waited for."""
+        if self._drafts.peer is not None and self._gamma > 0:
+            self._opening = asyncio.create_task(self._draft_lane.open(self._drafts.peer))
+        try:
+            await self._target_lane.open(self._target)
+        except (LinkError, ProtocolError) as error:
+            raise await self._target_fault(error) from error
 
     async def run(self) -> Round:
         """Draft, verify, commit."""
@@ -57,52 +63,52 @@ class Rounds:
 
     async def close(self) -> None:
         """Free both workers' state; never raises."""
-        if self._late is not None:
-            self._late.cancel()
+        pending = [task for task in (self._opening, self._asked) if task is not None]
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
         for lane, peer in ((self._target_lane, self._target), (self._draft_lane, self._drafts.peer)):
             with contextlib.suppress(LinkError):  # the worker is gone, and what it held with it
                 lane.close(peer)
 
     # ------------------------------------------------------------------ draft
 
-    async def _open_draft(self) -> None:
-        peer = self._drafts.peer
-        if peer is None or self._gamma == 0:
-            return
-        try:
-            await self._draft_lane.open(peer, self._drafts.open_timeout)
-        except (LinkError, ProtocolError) as error:
-            self._drop_draft(error)
-
     async def _draft(self, gamma: int) -> Drafted:
         """A block of up to γ tokens, or none: the draft is absent, dead, late, full or confused."""
         peer = self._drafts.peer
-        base_length = len(self._request.tokens)
-        if peer is None or gamma == 0 or not self._draft_ready():
+        if self._asked is not None and self._asked.done():  # the answer to a late question: of no use any more
+            self._asked.exception()  # retrieved, so that nothing is logged about it
+            self._asked = None
+        if peer is None or gamma == 0 or self._asked is not None:
             return EMPTY
+        base_length = len(self._request.tokens)
         gamma = min(gamma, peer.welcome.context_length - base_length)
         if gamma <= 0:  # the draft's context is shorter than the target's
             return EMPTY
+        asked = asyncio.create_task(self._propose(peer, base_length, gamma))
+        self._asked = asked
         try:
-            await self._draft_lane.open(peer, self._drafts.open_timeout)
-            reply = await self._propose(peer, base_length, gamma)
+            reply = await asyncio.wait_for(asyncio.shield(asked), self._drafts.timeout)
+        except TimeoutError:
+            self._tell_late()
+            return EMPTY
         except (LinkError, ProtocolError) as error:
+            self._asked = None
             self._drop_draft(error)
             return EMPTY
-        if reply is None:
-            return EMPTY
+        self._asked = None
         block = reply.message
         self._draft_lane.known = base_length
-        proposal = Proposal(
-            tuple(block.tokens.tolist()),
-            peer.welcome.model,
-            block.seconds,
-            max(0.0, reply.round_trip_seconds - block.seconds),
-        )
+        wire_seconds = max(0.0, reply.round_trip_seconds - block.seconds)
+        proposal = Proposal(tuple(block.tokens.tolist()), peer.welcome.model, block.seconds, wire_seconds)
         return Drafted(proposal, block.q)
 
-    async def _propose(self, peer: Peer, base_length: int, gamma: int) -> Reply[Block] | None:
-        """Ask for a block; None where it's late. The reply to a late one is waited for aside, and dropped."""
+    async def _propose(self, peer: Peer, base_length: int, gamma: int) -> Reply[Block]:
+        """Open the request on the draft where it isn't, and ask for a block."""
+        if self._opening is not None:
+            opening, self._opening = self._opening, None
+            await opening
+        await self._draft_lane.open(peer)
         message = Propose(
             request_id=self._request.request_id,
             epoch=self._draft_lane.epoch,
@@ -111,31 +117,14 @@ class Rounds:
             gamma=gamma,
             tail=self._draft_lane.tail(),
         )
-        asked = asyncio.create_task(peer.link.request(message, None))
-        try:
-            return await asyncio.wait_for(asyncio.shield(asked), self._drafts.timeout)
-        except TimeoutError:
-            logger.warning(
-                "request %d: no block from the draft within %g s; going on at γ = 0 until it answers",
-                self._request.request_id,
-                self._drafts.timeout,
-            )
-            self._late = asked
-            return None
-        except asyncio.CancelledError:
-            asked.cancel()
-            raise
+        return await peer.link.request(message, None)
 
-    def _draft_ready(self) -> bool:
-        """False while a late answer is still out: the worker is busy with it, and another would only queue."""
-        if self._late is None:
-            return True
-        if not self._late.done():
-            return False
-        self._late.exception()  # retrieved, so that nothing is logged about it
-        self._late = None
-        self._draft_lane.forget()
-        return True
+    def _tell_late(self) -> None:
+        logger.warning(
+            "request %d: no block from the draft within %g s; going on at γ = 0 until it answers",
+            self._request.request_id,
+            self._drafts.timeout,
+        )
 
     def _drop_draft(self, error: LinkError | ProtocolError) -> None:
         if isinstance(error, WorkerFailure) and self._draft_lane.reopens(error):
@@ -146,17 +135,11 @@ class Rounds:
 
     # ------------------------------------------------------------------ verify
 
-    async def _open_target(self) -> None:
-        try:
-            await self._target_lane.open(self._target, None)
-        except (LinkError, ProtocolError) as error:
-            raise await self._target_fault(error) from error
-
     async def _verify(self, drafted: Drafted) -> Verified:
         """The target's verdict on the block. Raises WorkerFault when the target is gone."""
         for _ in range(MAX_REOPENS):
             try:
-                await self._target_lane.open(self._target, None)
+                await self._target_lane.open(self._target)
                 reply = await self._target.link.request(self._verify_message(drafted), None)
             except WorkerFailure as error:
                 if self._target_lane.reopens(error):

@@ -16,6 +16,7 @@ class RequestStats:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    refused: int = 0  # draft tokens tested and refused: at most one a round, those after it were never tested
     emitted: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     block_bytes: int = 0  # frames of verifies that carried draft tokens
@@ -28,6 +29,7 @@ class RequestStats:
         self.rounds += 1
         self.drafted += drafted
         self.accepted += done.kept
+        self.refused += done.verified.accepted < drafted
         self.emitted += len(done.emitted)
         if drafted:
             self.block_bytes += done.verified.bytes_sent
