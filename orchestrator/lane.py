@@ -6,12 +6,31 @@ whenever the worker's state may not be what we think.
 
 from __future__ import annotations
 
+from orchestrator.config import RuntimeConfig
+from orchestrator.errors import UsageError
 from orchestrator.peer import Peer
 from orchestrator.request import Request
-from protocol.errors import FailureCode, WorkerFailure
+from protocol.errors import FailureCode, HandshakeError, WorkerFailure
+from protocol.handshake import check_supported
 from protocol.messages import Close, Ids, Open, Sampling, token_array
 
 REOPEN_CODES = frozenset({FailureCode.UNKNOWN_REQUEST, FailureCode.STALE_EPOCH, FailureCode.OUT_OF_SYNC})
+
+
+def negotiated_codec(config: RuntimeConfig, temperature: float, draft: Peer | None) -> str:
+    """How q̃ travels for a request: not at all where tokens are compared (coupled, greedy) or q is a point mass."""
+    if config.verify == "coupled" or temperature == 0:
+        return "none"
+    return "none" if draft is not None and draft.welcome.source == "ngram" else config.codec
+
+
+def check_offered(peer: Peer, config: RuntimeConfig) -> None:
+    """UsageError at start-up where a worker doesn't offer the verify mode or the codec that is asked for."""
+    codec = negotiated_codec(config, 1.0, peer if peer.role == "draft" else None)
+    try:
+        check_supported(peer.welcome, config.verify, codec)
+    except HandshakeError as error:
+        raise UsageError(str(error)) from error
 
 
 class Lane:

@@ -16,7 +16,7 @@ from typing import Any
 from orchestrator.config import RuntimeConfig
 from orchestrator.draft_pool import DraftPool
 from orchestrator.errors import UsageError, WorkerFault
-from orchestrator.lane import Lane
+from orchestrator.lane import Lane, check_offered, negotiated_codec
 from orchestrator.peer import Peer
 from orchestrator.request import FinishReason, GenerateOptions, Request
 from orchestrator.round import Rounds
@@ -103,6 +103,9 @@ class Runtime:
             ]
             stack.push_async_callback(_cancel_all, starting)
             await asyncio.gather(*starting)
+        for peer in (self.target, self.draft):
+            if peer is not None:
+                check_offered(peer, self.config)
         self._drafts.keep(self.target.welcome)
 
     async def _start_target(self) -> None:
@@ -206,11 +209,7 @@ class Runtime:
         )
 
     def _rounds(self, request: Request, config: RuntimeConfig) -> Rounds:
-        point_mass = config.verify == "coupled" or request.options.temperature == 0
-        draft = self.draft
-        if draft is not None and draft.welcome.source == "ngram":
-            point_mass = True
-        codec = "none" if point_mass else config.codec
+        codec = negotiated_codec(config, request.options.temperature, self.draft)
         vocab_size = self.target.welcome.vocab_size
         lanes = (
             Lane(request, config.verify, codec, vocab_size),
