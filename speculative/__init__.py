@@ -8,7 +8,7 @@ from speculative.decode import Round, speculative_decode
 from speculative.gpt import GPTModel, model_step
 from speculative.noise import Stream, gumbel, integers16, philox4x32, random_words, uniform
 from speculative.propose import draw_counts, draw_coupled, draw_dense, draw_greedy
-from speculative.race import race
+from speculative.racing import race
 from speculative.sampling import SamplingOptions, log_distribution
 from speculative.theory import SpeedupPoint, demonstrate_speculative, expected_accepted_tokens, speculative_speedup
 from speculative.verify import pad_distribution, speculative_verify

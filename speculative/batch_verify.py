@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from speculative.noise import Stream, uniform
-from speculative.race import race
+from speculative.racing import race
 
 Origin = Literal["correction", "bonus"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speculative.noise import Positions, Seeds, Stream, integers16, uniform
-from speculative.race import race
+from speculative.racing import race
 
 COUNTS_TOTAL = 1 << 16  # a row of codec `counts` sums to this
 

@@ -151,7 +151,9 @@ def test_streams_positions_and_seeds_are_disjoint() -> None:
 def test_gumbel_is_precise_where_it_wins_and_finite_everywhere() -> None:
     generator = torch.Generator().manual_seed(1)
     edges = torch.arange(3000)
-    words = torch.cat([edges, MASK - edges, (1 << 30) - 1500 + edges, torch.randint(0, 2**32, (200_000,), generator=generator)])
+    words = torch.cat(
+        [edges, MASK - edges, (1 << 30) - 1500 + edges, torch.randint(0, 2**32, (200_000,), generator=generator)]
+    )
     exact = -torch.log(-torch.log1p(-(words.double() + 0.5) / 2**32))
     got = gumbel_of_words(words)
     assert got.dtype == torch.float32 and bool(got.isfinite().all())

@@ -93,7 +93,9 @@ def test_kept_sets_on_random_options(seed: int, option: SamplingOptions) -> None
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.sampled_from([*OPTIONS, SamplingOptions(temperature=0)]), min_size=1, max_size=6), st.integers(0, 99))
+@given(
+    st.lists(st.sampled_from([*OPTIONS, SamplingOptions(temperature=0)]), min_size=1, max_size=6), st.integers(0, 99)
+)
 def test_each_row_is_what_it_would_be_alone(options: list[SamplingOptions], seed: int) -> None:
     logits = logits_of(seed, len(options), 1500)
     together = log_distribution(logits, options)
@@ -149,7 +151,12 @@ def test_top_k_one_is_greedy_in_law() -> None:
 
 def test_logits_that_are_masked_beforehand_stay_out() -> None:
     logits = torch.tensor([[0.0, -math.inf, 1.0, -math.inf]])
-    for option in (SamplingOptions(), SamplingOptions(top_k=3), SamplingOptions(top_p=0.99), SamplingOptions(min_p=0.1)):
+    for option in (
+        SamplingOptions(),
+        SamplingOptions(top_k=3),
+        SamplingOptions(top_p=0.99),
+        SamplingOptions(min_p=0.1),
+    ):
         assert log_distribution(logits, [option]).isfinite().tolist() == [[True, False, True, False]]
 
 

@@ -35,9 +35,7 @@ def verify_a_draft() -> None:
     print(f"acceptance rate α = {acceptance_rate(p, q):.3f}  (= 1 - TV)")
     print(f"residual p'      = {residual_distribution(p, q).tolist()}")
     drafted = torch.tensor([0, 1])
-    emitted, n_accepted = speculative_verify(
-        torch.stack([p, p, p]), torch.stack([q, q]), drafted, generator=seeded(0)
-    )
+    emitted, n_accepted = speculative_verify(torch.stack([p, p, p]), torch.stack([q, q]), drafted, generator=seeded(0))
     print(f"draft proposed : {drafted.tolist()}")
     print(f"accepted       : {n_accepted} token(s)")
     print(f"emitted        : {emitted.tolist()}  (accepted prefix + 1 correction/bonus)")

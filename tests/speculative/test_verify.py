@@ -95,7 +95,9 @@ def test_vocabularies_of_8_and_10() -> None:
     p = torch.tensor([0.0] * 8 + [0.75, 0.25])
     q = torch.full((1, 8), 0.125)
     generator = torch.Generator().manual_seed(0)
-    seen = {int(speculative_verify(torch.stack([p, p]), q, torch.tensor([3]), generator=generator)[0]) for _ in range(60)}
+    seen = {
+        int(speculative_verify(torch.stack([p, p]), q, torch.tensor([3]), generator=generator)[0]) for _ in range(60)
+    }
     assert seen == {8, 9}
 
 
