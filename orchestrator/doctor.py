@@ -37,23 +37,20 @@ async def run_doctor(config: RuntimeConfig) -> int:
         report.add(package, _version(package))
     report.add("protocol", f"version {PROTOCOL_VERSION}")
     report.add("devices here", await _devices())
-    places = {"target": config.target_place, "draft": config.draft_place}
-    peers = {}
-    for role, place in places.items():
-        if place is None:
-            report.add(role, "none: plain decoding")
-            continue
-        peer = await _try_start(role, place, config, report)
-        if peer is not None:
-            peers[role] = peer
+    target, draft = await asyncio.gather(
+        _try_start("target", config.target_place, config, report),
+        _try_start("draft", config.draft_place, config, report),
+    )
     try:
-        for role, peer in peers.items():
-            await _describe(role, peer, report)
-        if len(peers) == 2:
-            _compare(peers["target"], peers["draft"], report)
+        for peer in (target, draft):
+            if peer is not None:
+                await _describe(peer, report)
+        if target is not None and draft is not None:
+            _compare(target, draft, report)
     finally:
-        for peer in peers.values():
-            await peer.close()
+        for peer in (target, draft):
+            if peer is not None:
+                await peer.close()
     report.show()
     return 1 if report.failed else 0
 
@@ -80,7 +77,10 @@ class Report:
         Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
-async def _try_start(role: str, place: Place, config: RuntimeConfig, report: Report) -> Peer | None:
+async def _try_start(role: str, place: Place | None, config: RuntimeConfig, report: Report) -> Peer | None:
+    if place is None:
+        report.add(role, "none: plain decoding")
+        return None
     try:
         return await Peer.start(role, place, config)
     except SpecdecError as error:
@@ -88,8 +88,8 @@ async def _try_start(role: str, place: Place, config: RuntimeConfig, report: Rep
         return None
 
 
-async def _describe(role: str, peer: Peer, report: Report) -> None:
-    welcome = peer.welcome
+async def _describe(peer: Peer, report: Report) -> None:
+    role, welcome = peer.role, peer.welcome
     where = "started here" if peer.process is not None else f"attached at {peer.link.address}"
     report.check(role, f"{welcome.model} on {welcome.device}, {welcome.dtype}, pid {welcome.pid}, {where}", good=True)
     report.add(f"{role} vocabulary", f"{welcome.vocab_size} ids, fingerprint {welcome.vocabulary[:16] or 'none (any)'}")
