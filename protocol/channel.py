@@ -79,15 +79,14 @@ class Channel:
             self._loop.call_soon(self.drain)
 
     def drain(self) -> None:
-        """Hand over what has arrived."""
-        for _ in range(_BATCH):
-            if self._closed or not self._readable(self._socket):
-                return
-            frames = receive_frames(self._socket)
-            if frames is None:
-                return
-            self._on_frames(frames)
-        self._loop.call_soon(self.drain)
+        """Hand over what has arrived, with a pause for other work of the loop after each batch."""
+        if self._hand_over(_BATCH) == _BATCH:
+            self._loop.call_soon(self.drain)
+
+    def drain_all(self) -> None:
+        """Hand over everything that has arrived: for a connection that has ended."""
+        while self._hand_over(_BATCH) == _BATCH:
+            pass
 
     def close(self, linger_ms: int) -> None:
         if self._closed:
@@ -99,6 +98,16 @@ class Channel:
             self._socket.disable_monitor()
             self._monitor.close(0)
         self._socket.close(linger_ms)
+
+    def _hand_over(self, most: int) -> int:
+        for handed in range(most):
+            if self._closed or not self._readable(self._socket):
+                return handed
+            frames = receive_frames(self._socket)
+            if frames is None:
+                return handed
+            self._on_frames(frames)
+        return most
 
     def _drain_events(self) -> None:
         while not self._closed and self._monitor is not None and self._readable(self._monitor):

@@ -20,7 +20,7 @@ import zmq
 from . import framing
 from .errors import FailureCode, ProtocolError
 from .messages import Abort, Failure, Goodbye, Message, Ping, Pong, Shutdown
-from .sockets import Socket, receive_frames
+from .sockets import Socket, close_bound, receive_frames
 
 MAX_ABORTS: Final = 10_000  # kept for a worker that does not fetch them; the oldest go first
 
@@ -119,7 +119,7 @@ class ControlThread:
                 while not self._ended and (frames := receive_frames(self._router, extra=1)) is not None:
                     self._answer(frames[0], frames[1:])
         finally:
-            self._router.close()
+            close_bound(self._router)
 
     def _answer(self, identity: bytes, frames: list[bytes]) -> None:
         try:
@@ -135,8 +135,8 @@ class ControlThread:
                 del self._aborts[:-MAX_ABORTS]
             self._on_abort()
         elif isinstance(message, Shutdown):
-            self._send(identity, Goodbye())
             self._on_shutdown()
+            self._send(identity, Goodbye())
         elif not isinstance(message, Failure):  # a failure is never answered by a failure
             text = f"{type(message).__name__} does not belong on the control link"
             self._send(identity, Failure(-1, 0, -1, FailureCode.BAD_FRAME, text))

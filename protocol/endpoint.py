@@ -22,7 +22,7 @@ from .addresses import Address, parse_listen
 from .control import ControlThread, Peer, Waker, WorkerStatus
 from .errors import AddressError, AddressInUse, FailureCode, ProtocolError
 from .messages import DATA_TO_WORKER, Failure, Goodbye, Message
-from .sockets import Context, Socket, configure, plain_context, receive_frames
+from .sockets import Context, Socket, close_bound, configure, plain_context, receive_frames
 
 __all__ = ["Endpoint", "Peer", "WorkerStatus"]
 
@@ -33,7 +33,8 @@ PROBE_SECONDS: Final = 1.0
 class Endpoint:
     """Listens at an address for orchestrators.
 
-    `status` feeds the Pong; `stopping` is set by a Shutdown message or by stop(). Raises AddressError, AddressInUse.
+    `status` feeds the Pong; `stopping` is set by a Shutdown message or by stop(). context is used for inproc, where
+    both ends must share it. Raises AddressError, AddressInUse.
     """
 
     def __init__(self, listen: str, *, insecure: bool = False, context: zmq.Context[Any] | None = None) -> None:
@@ -47,14 +48,17 @@ class Endpoint:
         self._departed: list[Peer] = []
         self._probed = time.monotonic()
         self._closed = False
-        self._context, self._owned = plain_context(context)
-        self._bound: list[Socket] = []
+        # Only inproc needs to share one; with its own to end, the address is free when close() returns.
+        self._context, self._owned = plain_context(context if address.scheme == "inproc" else None)
+        self._files = IpcFiles()
+        bound: list[Socket] = []
         try:
-            self._data = _bind(self._context, address, address.data, self._bound)
-            control = _bind(self._context, address, address.control, self._bound)
+            self._data = _bind(self._context, address, address.data, bound, self._files)
+            control = _bind(self._context, address, address.control, bound, self._files)
         except BaseException:
-            for bound in self._bound:
-                bound.close(0)
+            self._files.remove()
+            for each in bound:
+                each.close(0)
             if self._owned:
                 self._context.term()
             raise
@@ -125,8 +129,9 @@ class Endpoint:
         farewell = framing.encode(Goodbye())
         for identity in tuple(self._peers):
             self._send(identity, farewell)
+        self._files.remove()
         self._control.stop()
-        self._data.close()
+        close_bound(self._data)
         self._waker.close()
         if self._owned:
             self._context.term()
@@ -169,7 +174,25 @@ class Endpoint:
         return True
 
 
-def _bind(context: Context, address: Address, url: str, bound: list[Socket]) -> Socket:
+class IpcFiles:
+    """The socket files of an endpoint. zmq makes them and leaves them."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, int] = {}  # path -> inode
+
+    def add(self, path: str) -> None:
+        os.chmod(path, stat.S_IRUSR | stat.S_IWUSR)  # no other user may connect
+        self._made[path] = os.stat(path).st_ino
+
+    def remove(self) -> None:
+        """While the sockets are still bound, so that what is removed is ours and no successor's."""
+        for path, inode in self._made.items():
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(path).st_ino == inode:
+                    os.unlink(path)
+
+
+def _bind(context: Context, address: Address, url: str, bound: list[Socket], files: IpcFiles) -> Socket:
     router = context.socket(zmq.ROUTER)
     bound.append(router)
     configure(router, ipv6=":" in address.host)
@@ -183,7 +206,7 @@ def _bind(context: Context, address: Address, url: str, bound: list[Socket]) -> 
             raise _in_use(url) from None
         raise AddressError(f"cannot listen on {url}: {error.strerror}; choose another --listen address") from None
     if address.scheme == "ipc":
-        os.chmod(url.removeprefix("ipc://"), stat.S_IRUSR | stat.S_IWUSR)  # no other user may connect
+        files.add(url.removeprefix("ipc://"))
     return router
 
 

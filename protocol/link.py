@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, overload
 
 import zmq
 
@@ -24,7 +24,7 @@ from .errors import FailureCode, HandshakeError, LinkError, LinkLost, LinkTimeou
 from .fields import Frame
 from .handshake import check_welcome
 from .limits import PROTOCOL_VERSION
-from .matching import Key, check_reply, concerns, reply_key, request_key
+from .matching import Key, Reply, check_reply, concerns, reply_key, request_key
 from .messages import (
     CONTROL_TO_ORCHESTRATOR,
     CONTROL_TO_WORKER,
@@ -52,18 +52,7 @@ from .sockets import LINGER_MS, plain_context
 __all__ = ["Link", "LinkError", "LinkLost", "LinkTimeout", "Reply", "WorkerFailure"]
 
 log = logging.getLogger(__name__)
-M = TypeVar("M", bound=Message)
 LOADING_RETRY_SECONDS = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Reply(Generic[M]):
-    """A reply and what it took; bytes are those of all frames of the request and of the reply."""
-
-    message: M
-    bytes_sent: int
-    bytes_received: int
-    round_trip_seconds: float
 
 
 @dataclass(slots=True)
@@ -236,7 +225,7 @@ class Link:
         established = Connection.ESTABLISHED in self._seen
         self._seen.add(event)
         if event is Connection.DISCONNECTED and established and self._data is not None:
-            self._data.drain()  # what it said before it went
+            self._data.drain_all()  # what it said before it went
             self._lose(
                 f"{self} went away"
                 if self.welcome is not None

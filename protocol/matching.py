@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
 
 from .errors import FailureCode, ProtocolError
 from .messages import (
     REPLIES,
     Block,
-    Failure,
     Goodbye,
     Message,
     Open,
@@ -21,6 +21,7 @@ from .messages import (
     Welcome,
 )
 
+M = TypeVar("M", bound=Message)
 Key = tuple[Any, ...]  # (reply class, values of the fields below)
 
 _MATCHED: Final[dict[type[Message], tuple[str, ...]]] = {
@@ -32,6 +33,16 @@ _MATCHED: Final[dict[type[Message], tuple[str, ...]]] = {
     Pong: ("nonce",),
     Goodbye: (),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(Generic[M]):
+    """A reply and what it took; bytes are those of all frames of the request and of the reply."""
+
+    message: M
+    bytes_sent: int
+    bytes_received: int
+    round_trip_seconds: float
 
 
 def request_key(request: Message) -> Key:
@@ -58,10 +69,6 @@ def concerns(key: Key, request_id: int, epoch: int, block_id: int) -> bool:
     if names[:2] != ("request_id", "epoch") or key[1:3] != (request_id, epoch):
         return False
     return block_id < 0 or (len(names) == 3 and key[3] == block_id)
-
-
-def failure_concerns(key: Key, failure: Failure) -> bool:
-    return concerns(key, failure.request_id, failure.epoch, failure.block_id)
 
 
 def check_reply(request: Message, reply: Message) -> None:

@@ -44,6 +44,14 @@ def receive_frames(socket: Socket, extra: int = 0) -> list[bytes] | None:
     return frames
 
 
+def close_bound(socket: Socket) -> None:
+    """Close a bound socket. An inproc name is free at once, where close alone leaves that to a thread of zmq."""
+    url = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    if url.startswith("inproc://"):
+        socket.unbind(url)
+    socket.close()
+
+
 def plain_context(context: zmq.Context[Any] | None) -> tuple[Context, bool]:
     """A context of plain sockets over the given one (also a zmq.asyncio one), and whether it is ours to end."""
     if context is None:
