@@ -308,3 +308,17 @@ def test_arrays_of_other_layouts_are_sent_as_they_look() -> None:
     assert isinstance(back, Verify)
     assert back.tail.tolist() == [0, 2, 4]
     assert back.q.arrays[0].tolist() == [[4, 2, 0], [5, 3, 1]]
+
+
+EXAMPLES = [TokenizerReply(b"{}", ""), open_request(), propose(), verify(), Failure(1, 0, 2, "nan", "row 3"), VERDICT]
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_a_byte_too_many_or_too_few_anywhere(message: Message) -> None:
+    frames = raw(message)
+    for at, frame in enumerate(frames):
+        for changed in (frame + b"\0", frame[:-1]):
+            with pytest.raises(ProtocolError) as caught:
+                decode([*frames[:at], changed, *frames[at + 1 :]])
+            if at:
+                assert "its header says" in caught.value.text

@@ -16,7 +16,7 @@ import zmq.asyncio
 from protocol.codecs import NO_Q
 from protocol.endpoint import Endpoint, Peer
 from protocol.errors import FailureCode, HandshakeError, LinkLost, LinkTimeout, ProtocolError, WorkerFailure
-from protocol.framing import encode, frames_size
+from protocol.framing import decode, encode, frames_size
 from protocol.link import Link
 from protocol.messages import (
     Block,
@@ -518,6 +518,34 @@ async def test_a_worker_that_ends_fails_what_waits(address: str, context: Contex
         with pytest.raises(LinkLost):
             link.post(Close(1))
         await link.shutdown(1)  # it is gone: that is what was wanted
+
+
+async def test_what_was_answered_before_the_end_is_delivered() -> None:
+    """The end of a connection is told on another path than its messages, and may come first."""
+    address, count = f"tcp://127.0.0.1:{free_port()}", 300
+
+    def serve() -> None:
+        with zmq.Context() as own, own.socket(zmq.ROUTER) as router:
+            router.setsockopt(zmq.LINGER, int(PATIENCE * 1000))
+            router.bind(address)
+            identity, *_ = router.recv_multipart()
+            router.send_multipart([identity, *encode(welcome())])
+            replies = []
+            for _ in range(count):
+                message = decode(router.recv_multipart()[1:])
+                assert isinstance(message, Verify)
+                replies.append([identity, *encode(verdict(message))])
+            for reply in replies:
+                router.send_multipart(reply)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    async with linked(address, None) as link:
+        asked = [verify(request_id) for request_id in range(count)]
+        replies = await asyncio.gather(*(link.request(message, PATIENCE) for message in asked))
+        assert len(replies) == count
+        await asyncio.wait_for(link.lost.wait(), PATIENCE)
+    thread.join()
 
 
 async def test_a_new_link_to_a_worker_that_came_back(address: str, context: Context, worker: StartWorker) -> None:
