@@ -8,8 +8,6 @@ import pytest
 import torch
 from scipy import stats
 
-SIGNIFICANCE = 1e-6
-
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
@@ -26,6 +24,8 @@ def p_value() -> Callable[[torch.Tensor, torch.Tensor], float]:
             return 0.0
         live = expected > 0
         observed, expected = observed[live], expected[live]
+        if len(expected) == 1:
+            return 1.0
         expected = expected / expected.sum() * observed.sum()
         assert float(expected.min()) >= 5, "too few draws for the test's approximation"
         return float(stats.power_divergence(observed.numpy(), expected.numpy(), lambda_="log-likelihood").pvalue)

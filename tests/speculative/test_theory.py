@@ -17,7 +17,7 @@ from speculative import demonstrate_speculative, expected_accepted_tokens, specu
 def test_closed_form_is_the_series(alpha: float, gamma: int) -> None:
     tokens = expected_accepted_tokens(alpha, gamma)
     assert tokens == pytest.approx(math.fsum(alpha**k for k in range(gamma + 1)), rel=1e-9)
-    assert 1 <= tokens + 1e-12 and tokens <= gamma + 1 + 1e-9
+    assert tokens + 1e-12 >= 1 and tokens <= gamma + 1 + 1e-9
 
 
 def test_limits() -> None:
