@@ -35,7 +35,9 @@ def converted_folder(path: Path, reference: str) -> Path:
         try:
             with quiet:
                 _convert(path, folder)
-        except (ValueError, NotImplementedError, KeyError, ImportError) as error:
+        except Exception as error:  # whatever the readers stumble upon
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # the disk's, not transformers' own use of OSError
             raise ModelError(
                 f"model {reference!r}: transformers cannot read this GGUF file ({type(error).__name__}: {error}):"
                 " use another quantisation of it, or the model's own folder"

@@ -26,7 +26,7 @@ def readable_errors(reference: str) -> Iterator[None]:
         raise
     except ImportError as error:
         raise ModelError(f"model {reference!r} needs a package that is missing ({error}): install it") from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # its own error types and those of the files' readers are many
         local = Path(reference).is_dir()
         where = "the folder" if local else "the Hugging Face hub and its cache"
         why = _first_line(error)

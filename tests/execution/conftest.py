@@ -1,0 +1,132 @@
+"""Tiny random networks, and a reference that knows nothing of our cache. May import execution and transformers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+VOCAB = 61
+_SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+    "head_dim": 8,
+}
+WINDOW = 8
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test with an argument `family` runs for each."""
+    if "family" in metafunc.fixturenames:
+        metafunc.parametrize("family", FAMILIES)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def tiny_config(family: str) -> Any:
+    """A configuration with the features that matter to a cache: grouped heads, windows, learned positions, soft caps."""
+    import transformers as t
+
+    mixed = ["sliding_attention", "full_attention"]
+    makers: dict[str, Callable[[], Any]] = {
+        "llama": lambda: t.LlamaConfig(**_SMALL),
+        "qwen2": lambda: t.Qwen2Config(**_SMALL),
+        "qwen3": lambda: t.Qwen3Config(**_SMALL),
+        "qwen2_window": lambda: t.Qwen2Config(
+            **_SMALL, use_sliding_window=True, sliding_window=WINDOW, layer_types=mixed
+        ),
+        "mistral": lambda: t.MistralConfig(**_SMALL, sliding_window=WINDOW),
+        "gemma2": lambda: t.Gemma2Config(**_SMALL, sliding_window=WINDOW, layer_types=mixed),
+        "gemma3": lambda: t.Gemma3TextConfig(**_SMALL, sliding_window=WINDOW, layer_types=mixed),
+        "gpt2": lambda: t.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=96),
+        "gpt_neox": lambda: t.GPTNeoXConfig(
+            **{key: value for key, value in _SMALL.items() if key not in ("head_dim", "num_key_value_heads")}
+        ),
+    }
+    return makers[family]()
+
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen2_window", "mistral", "gemma2", "gemma3", "gpt2", "gpt_neox")
+
+
+@pytest.fixture
+def make_config() -> Callable[[str], Any]:
+    return tiny_config
+
+
+@dataclass
+class Pair:
+    """An executor, and the same network run plainly: all tokens in one pass, without a cache."""
+
+    executor: Any
+    network: Any
+
+    def plain(self, tokens: list[int]) -> Tensor:
+        """Logits at every position, float32 [len(tokens), vocab]."""
+        with torch.no_grad():
+            return self.network(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
+
+
+@pytest.fixture
+def make_pair() -> Callable[..., Pair]:
+    def make(family: str = "llama", seed: int = 0) -> Pair:
+        from execution.transformers_executor import TransformersExecutor
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(seed)
+        network = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.mul_(3)  # far from uniform, so that a wrong mask shows
+        plain = copy.deepcopy(network)
+        return Pair(TransformersExecutor(network, f"tiny {family}", vocab_size=VOCAB), plain)
+
+    return make
+
+
+@pytest.fixture
+def some_tokens() -> Callable[..., list[int]]:
+    def some(count: int, seed: int) -> list[int]:
+        return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+    return some
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache folder of our own."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("SPECDEC_CACHE", str(folder))
+    yield folder
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """A tiny Llama with a character tokenizer, in transformers' own form."""
+    from execution.toy_spec import ToySpec
+    from execution.toy_vocabulary import toy_vocabulary
+    from tokenizers import Tokenizer
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path / "tiny-llama"
+    torch.manual_seed(5)
+    config = tiny_config("llama")
+    config.eos_token_id = 3
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    text = Tokenizer.from_buffer(toy_vocabulary(ToySpec(vocab=VOCAB - 3)).tokenizer_json)
+    PreTrainedTokenizerFast(tokenizer_object=text).save_pretrained(folder)
+    return folder
