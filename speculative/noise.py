@@ -117,7 +117,7 @@ def gumbel(
     budget = _CHUNK_CPU if source.device.type == "cpu" else _CHUNK_ACCELERATOR
     step = max(1, budget // max(1, columns))
     for start in range(0, len(source), step):
-        part = source.slice(start, start + step)
+        part = source.rows(slice(start, start + step))
         words = part.words(vocab) if ids is None else part.words_of(ids.to(source.device))
         out[start : start + step] = gumbel_of_words(words)
     return out
@@ -147,11 +147,11 @@ class WordSource:
     def __len__(self) -> int:
         return len(self.low)
 
-    def slice(self, start: int, stop: int) -> WordSource:
+    def rows(self, where: slice | Tensor) -> WordSource:
         part = object.__new__(WordSource)
         part.device = self.device
-        part.low, part.high = self.low[start:stop], self.high[start:stop]
-        part.place, part.streams = self.place[start:stop], self.streams[start:stop]
+        part.low, part.high = self.low[where], self.high[where]
+        part.place, part.streams = self.place[where], self.streams[where]
         return part
 
     def words(self, count: int) -> Tensor:

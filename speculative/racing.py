@@ -14,8 +14,9 @@ from speculative.noise import WORD, Positions, Seeds, Streams, WordSource, gumbe
 
 # Below this many columns one batched computation beats pruning row by row.
 _PRUNE_FROM = 4096
-# A row whose tokens are mostly excluded (top-k, top-p) races only those that are left.
-_SPARSE = 8
+# Rows with at most so many tokens left (top-k, top-p) race on those alone, several rows over their union.
+_FEW = 1024
+_TOGETHER = 8
 # The bound below is float32: wider than its error, and than that of the scores it stands for.
 _SLACK = 1.001
 
@@ -36,28 +37,37 @@ def race(log_p: Tensor, seeds: Seeds, stream: Streams, positions: Positions, ids
 
 
 def _pruned_race(log_p: Tensor, source: WordSource, ids: Tensor | None) -> Tensor:
-    """The same winners, row by row in cache, with logarithms of the few candidates alone."""
-    peaks = log_p.amax(dim=-1).tolist()  # carries NaN
-    winners = [
-        _winner(log_p[row], peak, source.slice(row, row + 1), ids) if math.isfinite(peak) else 0
-        for row, peak in enumerate(peaks)
-    ]
-    return torch.tensor(winners, dtype=torch.int64)
+    """The same winners with a fraction of the work: excluded tokens get no noise, hopeless ones no logarithm."""
+    winners = torch.zeros(len(log_p), dtype=torch.int64)
+    peaks, floors = log_p.amax(dim=-1), log_p.amin(dim=-1)  # both carry NaN
+    racing = peaks.isfinite()
+    sparse = (racing & floors.isinf()).nonzero().squeeze(1)
+    few = sparse[torch.count_nonzero(log_p[sparse] != -math.inf, dim=-1) <= _FEW]
+    for start in range(0, len(few), _TOGETHER):
+        group = few[start : start + _TOGETHER]
+        winners[group] = _race_of_few(log_p[group], source.rows(group), ids)
+    racing[few] = False
+    for row in racing.nonzero().squeeze(1).tolist():
+        winners[row] = _race_of_many(log_p[row], float(peaks[row]), source.rows(slice(row, row + 1)), ids)
+    return winners
 
 
-def _winner(log_p: Tensor, peak: float, source: WordSource, ids: Tensor | None) -> int:
+def _race_of_few(log_p: Tensor, source: WordSource, ids: Tensor | None) -> Tensor:
+    """Winning columns of rows [N, V] that have few tokens left -> int64 [N]."""
+    columns = (log_p != -math.inf).any(dim=0).nonzero().squeeze(1)
+    if len(columns) == 1:
+        return columns.expand(len(log_p))
+    words = source.words_of(columns if ids is None else ids[columns])
+    return columns[gumbel_of_words(words).add_(log_p[:, columns]).argmax(dim=-1)]
+
+
+def _race_of_many(log_p: Tensor, peak: float, source: WordSource, ids: Tensor | None) -> int:
     """Winning column of one row [V] whose maximum is `peak`.
 
     With x the uniform number of a token, E = -log(1 - x) >= x, so no token wins whose x / p is above the E / p of any
     other. That leaves a handful, and needs no logarithm of the rest.
     """
-    columns = _left_over(log_p)
-    if columns is not None:
-        if len(columns) == 1:
-            return int(columns[0])
-        log_p = log_p[columns]
-    tokens = columns if ids is None else ids if columns is None else ids[columns]
-    words = (source.words(len(log_p)) if tokens is None else source.words_of(tokens))[0]
+    words = (source.words(len(log_p)) if ids is None else source.words_of(ids))[0]
     bound = words.to(torch.float32).add_(0.5).mul_(1.0 / (WORD + 1)).mul_((peak - log_p).exp_())
     reach = 2 * float(bound.min())
     while True:
@@ -66,13 +76,5 @@ def _winner(log_p: Tensor, peak: float, source: WordSource, ids: Tensor | None) 
         best = int(scores.argmax())
         needed = math.exp(peak - float(scores[best])) * _SLACK
         if needed <= reach:
-            return int(near[best] if columns is None else columns[near[best]])
+            return int(near[best])
         reach = needed
-
-
-def _left_over(log_p: Tensor) -> Tensor | None:
-    """The columns that are not excluded, where they are few; None where racing the whole row is as cheap."""
-    if math.isfinite(float(log_p.min())):
-        return None
-    columns = (log_p != -math.inf).nonzero().squeeze(1)
-    return columns if len(columns) * _SPARSE < len(log_p) or len(columns) == 1 else None
