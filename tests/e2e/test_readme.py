@@ -1,0 +1,102 @@
+"""Every command and program of the README runs. The two that set things up are run by .ci/run, from the README itself.
+
+Toy models stand in for the models, and this machine's CPU for GPUs: what is tested is that flags, files and names exist
+and do what the page says.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.support import WorkerByHand, toy
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TARGET, DRAFT = toy(vocab=40, seed=1), toy(vocab=40, seed=1, noise=0.5, noise_seed=2)
+STAND_INS = {
+    "Qwen/Qwen2.5-7B-Instruct": TARGET,
+    "Qwen/Qwen2.5-0.5B-Instruct": DRAFT,
+    "gpu0": "cpu",
+    "gpu1": "cpu",
+}
+ENVIRONMENT = {"SPECDEC_TARGET_MODEL": TARGET, "SPECDEC_DRAFT_MODEL": DRAFT, "SPECDEC_MAX_TOKENS": "8"}
+
+
+def blocks(language: str, *, marked: bool) -> list[str]:
+    """The README's code blocks in one language; `marked`: those that CI runs."""
+    found = re.findall(rf"(<!-- ci: \w+ -->\n)?```{language}\n(.*?)```", README, re.DOTALL)
+    return [text for mark, text in found if bool(mark) is marked]
+
+
+def commands() -> list[list[str]]:
+    """One list of words a command, comments and line continuations read as a shell does."""
+    text = "\n".join(blocks("sh", marked=False)).replace("\\\n", " ")
+    return [words for line in text.splitlines() if (words := shlex.split(line, comments=True))]
+
+
+def stood_in(words: list[str]) -> list[str]:
+    return [STAND_INS.get(word, word) for word in words]
+
+
+def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        words, cwd=folder, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_ci_runs_the_marked_commands() -> None:
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    marks = re.findall(r"<!-- ci: (\w+) -->", README)
+    assert marks == ["main", "test"]
+    assert all(f"$(readme {mark})" in script for mark in marks)
+    assert len(blocks("sh", marked=True)) == len(marks)
+
+
+@pytest.mark.parametrize(
+    "words", [words for words in commands() if words[0] == "specdec-orchestrator" and "tcp" not in " ".join(words)]
+)
+def test_orchestrator_commands(words: list[str], tmp_path: Path) -> None:
+    done = run([sys.executable, "-m", "orchestrator", *stood_in(words)[1:]], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    if "--trace" in words:
+        assert (tmp_path / words[words.index("--trace") + 1]).stat().st_size > 0
+
+
+def test_a_draft_elsewhere(tmp_path: Path, worker_by_hand: type[WorkerByHand]) -> None:
+    (worker,) = [words for words in commands() if words[0] == "specdec-draft-worker"]
+    (client,) = [words for words in commands() if "--draft" in words and "tcp" in " ".join(words)]
+    address = worker[worker.index("--listen") + 1]
+    assert address in client
+    started = worker_by_hand("draft", stood_in(worker)[worker.index("--model") + 1])
+    words = [started.address if word == address else word for word in stood_in(client)]
+    done = run([sys.executable, "-m", "orchestrator", *words[1:]], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "draft tokens accepted" in done.stderr
+
+
+def test_scripts(tmp_path: Path) -> None:
+    for words in commands():
+        if words[0] == "python":
+            done = run([sys.executable, str(ROOT / words[1]), *words[2:]], tmp_path)
+            assert done.returncode == 0, done.stderr
+
+
+def test_every_command_is_run_by_a_test() -> None:
+    """A command of another kind would be run by nothing."""
+    assert {words[0] for words in commands()} <= {"specdec-orchestrator", "specdec-draft-worker", "python"}
+
+
+@pytest.mark.parametrize("program", blocks("python", marked=False))
+def test_programs(program: str, tmp_path: Path) -> None:
+    program = program.replace("Runtime(gamma", f'Runtime(target_model="{TARGET}", draft_model="{DRAFT}", gamma', 1)
+    done = run([sys.executable, "-c", program], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
