@@ -6,7 +6,7 @@ spent on padding. Openings are few, so their keys and values are computed once a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ class Recipe:
     rows: int = 192
     user_tokens: int = 120  # a user turn longer than this is closed by force
     opening_shares: tuple[float, ...] = (0.75, 0.25)  # the template's rendering, the bare user turn
+    user_temperatures: tuple[tuple[float, float], ...] = ((1.0, 0.5), (0.7, 0.5))  # varied; like a person's
     temperatures: tuple[tuple[float, float], ...] = ((1.0, 0.5), (0.6, 0.25), (0.0, 0.25))  # (temperature, share)
     shard_tokens: int = 50_000
 
@@ -77,7 +78,8 @@ class Row:
     """The chat that a row of the batch is writing."""
 
     number: int = 0
-    temperature: float = 1.0
+    temperature: float = 1.0  # of the assistant
+    user_temperature: float = 1.0
     length: int = 0
     role: int = USER
     turn: int = 0  # tokens of the user's turn so far
@@ -117,10 +119,11 @@ class Writer:
 
     def _start(self, index: int) -> None:
         """Begin a new chat in row `index`."""
-        shares = np.array(self.recipe.opening_shares[: len(self.prefixes)])
-        which = int(self.noise.choice(len(shares), p=shares / shares.sum()))
-        weights = np.array([share for _, share in self.recipe.temperatures])
-        temperature = self.recipe.temperatures[int(self.noise.choice(len(weights), p=weights / weights.sum()))][0]
+        which = self._pick(self.recipe.opening_shares[: len(self.prefixes)])
+        temperature, user_temperature = (
+            choices[self._pick([share for _, share in choices])][0]
+            for choices in (self.recipe.temperatures, self.recipe.user_temperatures)
+        )
         opening = self.target.chat.openings[which]
         for layer, (keys, values) in zip(self.cache.layers, self.prefixes[which], strict=False):
             if not layer.is_initialized:
@@ -130,8 +133,13 @@ class Writer:
         self.tokens[index, : len(opening)] = opening
         self.roles[index] = NOBODY
         role = USER if self.target.chat.turn_end else ASSISTANT
-        self.rows[index] = Row(self.next_number, temperature, len(opening), role)
+        self.rows[index] = Row(self.next_number, temperature, user_temperature, len(opening), role)
         self.next_number += 1
+
+    def _pick(self, shares: Sequence[float]) -> int:
+        """An index, drawn by weight."""
+        weights = np.array(shares)
+        return int(self.noise.choice(len(weights), p=weights / weights.sum()))
 
     @torch.inference_mode()
     def step(self) -> list[Chat]:
@@ -170,7 +178,7 @@ class Writer:
 
     def _draw(self, logits: torch.Tensor, logp: torch.Tensor, ids: torch.Tensor) -> list[int]:
         """One id a row. At temperature 1 exact; below it among the K most likely, which hold nearly all mass."""
-        heat = np.array([1.0 if row.role == USER else row.temperature for row in self.rows])
+        heat = np.array([row.user_temperature if row.role == USER else row.temperature for row in self.rows])
         scaled = logp / torch.from_numpy(np.where(heat > 0, heat, 1.0)).float()[:, None]
         weights = torch.where(torch.from_numpy(heat == 1.0)[:, None], logp.exp(), torch.softmax(scaled, -1))
         points = torch.from_numpy(self.noise.random(len(self.rows))).float()
