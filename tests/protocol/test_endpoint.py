@@ -179,17 +179,23 @@ def test_ping_is_answered_without_the_workers_thread(endpoint: Endpoint, peer: R
 def test_an_abort_wakes_receive(endpoint: Endpoint, peer: RawPeer) -> None:
     peer.say(verify(5))
     ((who, _),) = endpoint.receive(PATIENCE)
-    peer.control.send_multipart(encode(Abort(5)))
+    sender = threading.Timer(0.1, peer.control.send_multipart, (encode(Abort(5)),))
     started = time.monotonic()
+    sender.start()
     assert endpoint.receive(PATIENCE) == []
     assert time.monotonic() - started < PATIENCE / 2
+    sender.join()
     assert endpoint.take_aborts() == [(who, 5)]  # the peer of the data link
     assert endpoint.take_aborts() == []
 
 
 def test_shutdown_wakes_receive_and_is_answered(endpoint: Endpoint, peer: RawPeer) -> None:
-    peer.control.send_multipart(encode(Shutdown()))
+    sender = threading.Timer(0.1, peer.control.send_multipart, (encode(Shutdown()),))  # while receive waits
+    started = time.monotonic()
+    sender.start()
     assert endpoint.receive(PATIENCE) == []
+    assert time.monotonic() - started < PATIENCE / 2
+    sender.join()
     assert endpoint.stopping.is_set()
     peer.hear(Goodbye, peer.control)
     assert endpoint.receive(PATIENCE) == []  # at once: stopping stays

@@ -83,6 +83,10 @@ def test_the_fingerprint_depends_on_ids_and_texts_alone() -> None:
     assert len({fingerprint, *(vocabulary_fingerprint(pairs) for pairs in others)}) == len(others) + 1
 
 
+def test_no_text_can_pass_for_two_tokens() -> None:
+    assert vocabulary_fingerprint([(0, "a\1\0\0\0b")]) != vocabulary_fingerprint([(0, "a"), (1, "b")])
+
+
 def test_the_fingerprint_takes_any_text_and_no_id_twice() -> None:
     assert vocabulary_fingerprint([(0, "\ud800"), (1, "\0"), (2, "")])
     for pairs in ([(0, "a"), (0, "b")], [(-1, "a")]):
