@@ -92,9 +92,8 @@ def verify_coupled(
     wanted = drafted.tolist()
     choices = [-1] * len(log_p)
     going, depth = [i for i, error in enumerate(errors) if error is None], 0
+    one_wave = _draws_all_at_once(log_p.device)
     while going:
-        # A CPU draws a row only when the one before it was kept; an accelerator would rather draw all in one launch.
-        one_wave = log_p.device.type != "cpu"
         cells = [(i, k) for i in going for k in (range(layout.gammas[i] + 1) if one_wave else (depth,))]
         rows = [layout.first_row[i] + k for i, k in cells]
         tokens = race(
@@ -108,6 +107,11 @@ def verify_coupled(
         going = [] if one_wave else [i for i in going if _kept_at(choices, wanted, layout, i, depth)]
         depth += 1
     return _keep_while_equal(choices, layout, wanted, errors)
+
+
+def _draws_all_at_once(device: torch.device) -> bool:
+    """A CPU draws a row only when the one before it was kept; an accelerator would rather have one launch."""
+    return device.type != "cpu"
 
 
 def _kept_at(choices: list[int], drafted: list[int], layout: _Layout, i: int, k: int) -> bool:

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculative import Outcome, SamplingOptions, log_distribution, verify_coupled, verify_greedy, verify_rejection
+from speculative import (
+    Outcome,
+    SamplingOptions,
+    batch_verify,
+    log_distribution,
+    verify_coupled,
+    verify_greedy,
+    verify_rejection,
+)
 
 NAN = float("nan")
 
@@ -60,6 +68,13 @@ def verify(rule: str, batch: dict[str, object]) -> list[Outcome]:
     }[rule]
     function = {"rejection": verify_rejection, "coupled": verify_coupled, "greedy": verify_greedy}[rule]
     return function(**{name: batch[name] for name in taken})  # type: ignore[operator, no-any-return]
+
+
+def test_drawing_rows_one_by_one_or_all_at_once_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = random_batch(5003)
+    lazy = verify("coupled", batch)
+    monkeypatch.setattr(batch_verify, "_draws_all_at_once", lambda device: True)
+    assert verify("coupled", batch) == lazy
 
 
 @pytest.mark.parametrize("vocab", [6, 5003])
