@@ -13,12 +13,20 @@ from orchestrator.lane import Lane
 from orchestrator.peer import Peer
 from orchestrator.request import Proposal, Request, Round, Verified
 from protocol.codecs import NO_Q, EncodedQ
-from protocol.errors import LinkError, LinkLost, ProtocolError, WorkerFailure
+from protocol.errors import FailureCode, LinkError, LinkLost, ProtocolError, WorkerFailure
 from protocol.link import Reply
 from protocol.messages import Block, Propose, Verdict, Verify, token_array
 
 logger = logging.getLogger(__name__)
 MAX_REOPENS = 3  # a worker that refuses a request freshly opened more often than this is broken
+
+
+# What the target answers where the block itself is at fault: malformed, never a matter of which tokens were drawn (E2).
+BLOCK_CODES = frozenset({FailureCode.BAD_VALUE, FailureCode.BAD_FRAME})
+
+
+class BlockRefused(Exception):
+    """The target can't read the block: ids outside its vocabulary, a q̃ that is no distribution."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,13 @@ class Rounds:
         """Draft, verify, commit."""
         self._block_id += 1
         drafted = await self._draft(self._request.clip(self._gamma))
-        verified = await self._verify(drafted)
+        try:
+            verified = await self._verify(drafted)
+        except BlockRefused as error:
+            logger.warning("request %d: %s; going on without this block", self._request.request_id, error)
+            self._block_id += 1
+            drafted = EMPTY
+            verified = await self._verify(drafted)
         return self._request.commit(drafted.proposal, verified)
 
     async def close(self) -> None:
@@ -144,10 +158,12 @@ class Rounds:
             except WorkerFailure as error:
                 if self._target_lane.reopens(error):
                     continue
+                if drafted.proposal.tokens and error.code in BLOCK_CODES:
+                    raise BlockRefused(f"the target refused the draft's block: {error.text}") from error
                 raise await self._target_fault(error) from error
             except (LinkError, ProtocolError) as error:
                 raise await self._target_fault(error) from error
-            return self._verified(drafted, reply)
+            return self._verified(reply)
         raise WorkerFault("the target worker keeps refusing a request that was just opened; restart it")
 
     def _verify_message(self, drafted: Drafted) -> Verify:
@@ -161,12 +177,8 @@ class Rounds:
             q=drafted.q,
         )
 
-    def _verified(self, drafted: Drafted, reply: Reply[Verdict]) -> Verified:
+    def _verified(self, reply: Reply[Verdict]) -> Verified:
         verdict = reply.message
-        if verdict.accepted > len(drafted.proposal.tokens):
-            raise WorkerFault(
-                f"the target accepted {verdict.accepted} of {len(drafted.proposal.tokens)} draft tokens; restart it"
-            )
         self._target_lane.known = len(self._request.tokens) + verdict.accepted + 1
         return Verified(
             accepted=verdict.accepted,

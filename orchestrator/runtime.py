@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,10 @@ from orchestrator.text import TextCodec
 from protocol.errors import LinkError, ProtocolError
 from protocol.messages import GetTokenizer
 
+logger = logging.getLogger(__name__)
 TOKENIZER_SECONDS = 60.0
+ACCEPTANCE_FLOOR = 0.02  # accepted / drafted; even γ = 8 at α = .15 is above it
+ENOUGH_DRAFTED = 64
 
 
 @dataclass(frozen=True)
@@ -181,10 +185,24 @@ class Runtime:
                 text += piece
                 generation = None
                 if request.finish_reason is not None:
+                    self._warn_useless(stats)
                     generation = _generation(request, text, stats, time.perf_counter() - started)
                 yield Chunk(piece, done.emitted, generation)
         finally:
             await rounds.close()
+
+    def _warn_useless(self, stats: RequestStats) -> None:
+        """A draft model that is nearly never right is the wrong one, or loaded wrongly. Prompt lookup may well be."""
+        draft = self.draft
+        if draft is None or draft.welcome.source == "ngram" or stats.drafted < ENOUGH_DRAFTED:
+            return
+        if stats.acceptance_rate < ACCEPTANCE_FLOOR:
+            logger.warning(
+                "the draft %s is of no use here: %d of %d tokens accepted; is it a draft of this target?",
+                draft.welcome.model,
+                stats.accepted,
+                stats.drafted,
+            )
 
     def _request(self, prompt: str | Sequence[int], raw: bool, options: GenerateOptions) -> Request:
         tokens = self.text.encode(prompt, raw=raw) if isinstance(prompt, str) else list(prompt)

@@ -1,9 +1,9 @@
-"""The default pair, for real: SmolLM2-135M-Instruct as target, over processes and sockets, against transformers itself.
+"""The default pair, for real: SmolLM2-135M-Instruct as target, over processes and sockets, against transformers.
 
-The oracle at temperature 0 is transformers' own `generate`; in coupled mode it is the same runtime without a draft. Passes
-of different shapes differ in the last bits of a logit, so a near tie may fall the other way: a difference passes only
-where the two tokens' scores, computed by transformers in one forward pass, are within TIE of one another, and the test
-prints the gap. A wrong cache, mask or position moves logits by orders of magnitude more.
+The oracle at temperature 0 is transformers' own `generate`; in coupled mode it is the same runtime without a draft.
+Passes of different shapes differ in the last bits of a logit, so a near tie may fall the other way: a difference passes
+only where the two tokens' scores, computed by transformers in one forward pass, are within TIE of one another, and the
+test prints the gap. A wrong cache, mask or position moves logits by orders of magnitude more.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 import torch
+
 from orchestrator import Runtime
 from orchestrator.text import TextCodec
 from speculative import Stream, gumbel
-
 from tests.e2e.support import Run, Taken, take, take_many
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -96,8 +96,9 @@ def same_but_for_ties(
         prefix = [*reference.prompts[index], *tokens[:at]]
         scores = reference.scores(prefix, SEED + index if seeded else None)
         gap = float((scores[taken.tokens[at]] - scores[tokens[at]]).abs())
-        print(f"{label}: prompt {index} differs at token {at}: {taken.tokens[at]} for {tokens[at]}, gap {gap:.2e}")
-        assert gap < TIE, f"{label}: prompt {index}, token {at}: {taken.tokens[at]} for {tokens[at]} with a gap of {gap}"
+        told = f"{label}: prompt {index}, token {at}: {taken.tokens[at]} for {tokens[at]}, a gap of {gap:.2e}"
+        print(told)
+        assert gap < TIE, told
         ties += 1
     assert ties <= 2, f"{label}: {ties} of {len(found)} prompts end in ties; float32 passes should meet far fewer"
 
