@@ -15,9 +15,10 @@ from typing import Any
 
 from execution.cache_folder import content_key, made_once, need_space
 from execution.errors import ModelError
+from execution.gguf_tokenizer import byte_level_tokenizer
 from execution.vocabulary import Vocabulary
 
-_FORMAT = 1  # of the converted folders: raise it when their content changes
+_FORMAT = 2  # of the converted folders: raise it when their content changes
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ def converted_vocabulary(folder: Path) -> Vocabulary:
 
 def _convert(path: Path, folder: Path) -> None:
     import torch
+    from gguf import GGUFReader
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -66,11 +68,17 @@ def _convert(path: Path, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config.architectures, config.dtype = [type(network).__name__], torch.float32
     config.save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, **source)
-    (folder / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
-    eos = config.eos_token_id if config.eos_token_id is not None else tokenizer.eos_token_id
+    fields = GGUFReader(path).fields
+    tokenizer = byte_level_tokenizer(fields)
+    template, eos = (fields.get(f"tokenizer.{key}") for key in ("chat_template", "ggml.eos_token_id"))
     about = {
-        "chat_template": tokenizer.chat_template or "",
-        "eos_ids": [eos] if isinstance(eos, int) else list(eos or ()),
+        "chat_template": template.contents() if template else "",
+        "eos_ids": [int(eos.contents())] if eos else [],
     }
+    if tokenizer is None:  # of another kind: as transformers reads it
+        whole = AutoTokenizer.from_pretrained(path.parent, **source)
+        tokenizer = whole.backend_tokenizer
+    if tokenizer.get_vocab_size() > config.vocab_size:
+        raise ValueError(f"its tokenizer comes out with {tokenizer.get_vocab_size()} ids of {config.vocab_size}")
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     (folder / "vocabulary.json").write_text(json.dumps(about))

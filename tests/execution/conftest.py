@@ -38,7 +38,7 @@ def _one_thread() -> None:
 
 
 def tiny_config(family: str) -> Any:
-    """A configuration with the features that matter to a cache: grouped heads, windows, learned positions, soft caps."""
+    """A configuration with the features that matter to a cache: grouped heads, windows, learned positions."""
     import transformers as t
 
     mixed = ["sliding_attention", "full_attention"]
@@ -84,8 +84,9 @@ class Pair:
 @pytest.fixture
 def make_pair() -> Callable[..., Pair]:
     def make(family: str = "llama", seed: int = 0) -> Pair:
-        from execution.transformers_executor import TransformersExecutor
         from transformers import AutoModelForCausalLM
+
+        from execution.transformers_executor import TransformersExecutor
 
         torch.manual_seed(seed)
         network = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
@@ -117,10 +118,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
     """A tiny Llama with a character tokenizer, in transformers' own form."""
-    from execution.toy_spec import ToySpec
-    from execution.toy_vocabulary import toy_vocabulary
     from tokenizers import Tokenizer
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    from execution.toy_spec import ToySpec
+    from execution.toy_vocabulary import toy_vocabulary
 
     folder = tmp_path / "tiny-llama"
     torch.manual_seed(5)

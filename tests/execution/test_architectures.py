@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from execution.attention_kinds import AttentionKind, attention_kinds, context_length
 from execution.errors import ModelError
 from execution.transformers_executor import TransformersExecutor
@@ -49,7 +50,28 @@ def test_other_kinds_of_layers_are_refused():
     assert "layers of type chunked_attention" in refusal(config)
 
 
-def test_attention_that_looks_ahead_is_found_by_the_self_check():
+def test_positions_from_the_physical_index_are_found_by_the_self_check(make_config):
+    """An untested family that counts positions by itself in each pass, whatever it is told."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    network = AutoModelForCausalLM.from_config(make_config("llama"))
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.mul_(3)
+    network.config.model_type = "novel"
+    weights = network.state_dict()
+    TransformersExecutor(network, "some/model", vocab_size=61)
+    network = AutoModelForCausalLM.from_config(make_config("llama"))
+    network.load_state_dict(weights)
+    network.config.model_type = "novel"
+    rotary = network.model.rotary_emb.forward
+    network.model.rotary_emb.forward = lambda x, position_ids: rotary(x, torch.arange(x.shape[1])[None])
+    with pytest.raises(ModelError, match="'novel' gives other logits in ragged batches than alone"):
+        TransformersExecutor(network, "some/model", vocab_size=61)
+
+
+def test_attention_that_looks_ahead_is_refused():
     import transformers as t
 
     config = t.BertConfig(**SMALL, num_attention_heads=4, intermediate_size=64, is_decoder=False)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from execution.cache_folder import cache_folder, content_key, made_once, need_space, sha256_of
 from execution.errors import ModelError
 
@@ -63,7 +64,7 @@ def test_where_it_is(cache, monkeypatch, tmp_path):
 def test_a_folder_that_cannot_be_written_is_one_clear_line(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ModelError, match="cannot be written .* SPECDEC_CACHE"):
+    with pytest.raises(ModelError, match=r"cannot be written .* SPECDEC_CACHE"):
         made_once("models/thing", lambda folder: None)
 
 
@@ -76,5 +77,5 @@ def test_content_key_follows_the_content(cache, tmp_path):
 
 
 def test_full_disk_is_said_beforehand(cache):
-    with pytest.raises(ModelError, match="needs .* GB"):
+    with pytest.raises(ModelError, match=r"needs .* GB"):
         need_space(10**18, "dequantising x")

@@ -6,10 +6,11 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from execution import load
 from execution.errors import ModelError
 from execution.interface import Extension
-from safetensors.torch import load_file, save_file
 
 HEAD = [1, 4, 5, 30, 57]
 

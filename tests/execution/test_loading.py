@@ -9,10 +9,11 @@ import zipfile
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+
 from execution import default_models, load
 from execution.errors import ModelError
 from execution.interface import Extension
-from tokenizers import Tokenizer
 
 
 def error(*args, **kwargs) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from execution.passes import CHUNK, Piece, plan
 from hypothesis import given
 from hypothesis import strategies as st
+
+from execution.passes import CHUNK, Piece, plan
 
 
 def test_a_round_of_decoding_is_one_pass():

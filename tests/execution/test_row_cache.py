@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from execution.interface import Extension
 
 VOCAB = 61
@@ -61,11 +62,12 @@ def test_nan_of_one_row_reaches_no_other(make_pair, some_tokens):
 def test_nan_of_a_rolled_back_block_is_gone(make_pair):
     pair = make_pair()
     nan_for(pair, 50)
-    row = pair.executor.open()
-    pair.executor.extend([Extension(row, [1, 2], 0)])
+    row, longer = pair.executor.open(), pair.executor.open()
+    pair.executor.extend([Extension(row, [1, 2], 0), Extension(longer, [4] * 9, 0)])
     pair.executor.extend([Extension(row, [50, 3, 4], 3)])
     pair.executor.truncate(row, 2)
-    [logits] = pair.executor.extend([Extension(row, [5], 1)])
+    # In a batch with a longer row, columns beyond the row's own end are read and masked.
+    logits, _ = pair.executor.extend([Extension(row, [5], 1), Extension(longer, [4], 1)])
     torch.testing.assert_close(logits[:, :50], pair.plain([1, 2, 5])[-1:, :50], rtol=1e-5, atol=1e-5)
 
 
@@ -124,8 +126,8 @@ def test_all_that_is_given_up_is_cleared(make_pair, some_tokens):
     cache = cache_of(pair)
     for block in cache._blocks:
         for index in range(block.shape[1]):
-            written = cache._slots[index].written if index < len(cache._slots) else 0
-            assert not block[:, index, :, written:].any()
+            held = cache._slots[index].length if index < len(cache._slots) else 0
+            assert not block[:, index, :, held:].any()
     for row in rows[1:]:
         pair.executor.close(row)
     assert not any(block.any() for block in cache._blocks)

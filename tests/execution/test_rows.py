@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+
 from execution.errors import ContextFull, RowError
 from execution.interface import Extension
 
@@ -167,8 +168,9 @@ def test_bad_rows_and_counts_are_refused(make_pair):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_rows(dtype, make_config, some_tokens):
-    from execution.transformers_executor import TransformersExecutor
     from transformers import AutoModelForCausalLM
+
+    from execution.transformers_executor import TransformersExecutor
 
     torch.manual_seed(0)
     network = AutoModelForCausalLM.from_config(make_config("llama"), dtype=dtype).eval()

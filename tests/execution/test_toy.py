@@ -7,11 +7,12 @@ import sys
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+
 from execution import load
 from execution.errors import ContextFull, ModelError
 from execution.interface import Extension
 from execution.toy import ToyExecutor, toy_table
-from tokenizers import Tokenizer
 
 
 def test_logits_are_the_table():
