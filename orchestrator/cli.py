@@ -16,7 +16,24 @@ from orchestrator.options import GENERATE_FIELDS, generate_options, runtime_conf
 from orchestrator.request import GenerateOptions
 
 
+class OneLineGroup(click.Group):
+    """A group whose usage errors are one line like all others, where click would print its usage above them."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        try:
+            status = super().main(*args, **{**extra, "standalone_mode": False})
+        except click.UsageError as error:
+            path = error.ctx.command_path if error.ctx is not None else "specdec-orchestrator"
+            _end(f"{error.format_message().rstrip('.')}; `{path} --help` lists what there is", error.exit_code)
+        except click.ClickException as error:
+            _end(error.format_message(), error.exit_code)
+        except click.Abort:
+            _end("interrupted", 130)
+        sys.exit(status)
+
+
 @click.group(
+    cls=OneLineGroup,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     help="Lossless speculative decoding with the draft and the target in two processes, on two devices or hosts.",

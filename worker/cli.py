@@ -5,11 +5,24 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import click
 
 from worker.config import DTYPES, Role, WorkerConfig
 from worker.process import Served, run_worker
+
+
+class OneLineCommand(click.Command):
+    """A command whose usage errors are one line like all others, where click would print its usage above them."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        try:
+            status = super().main(*args, **{**extra, "standalone_mode": False})
+        except click.ClickException as error:
+            click.echo(f"error: {' '.join(error.format_message().split())}", err=True)
+            sys.exit(error.exit_code)
+        sys.exit(status)
 
 
 def worker_command(
@@ -18,7 +31,9 @@ def worker_command(
     """The click command of one role; `load` brings the engine, after the address is bound."""
     other = "verifies them" if role == "target" else "proposes blocks of draft tokens"
 
-    @click.command(name=f"specdec-{role}-worker", help=f"A {role} worker: {other} for a specdec-orchestrator.")
+    @click.command(
+        cls=OneLineCommand, name=f"specdec-{role}-worker", help=f"A {role} worker: {other} for a specdec-orchestrator."
+    )
     @click.option("--model", default=default_model, show_default=True, help=model_help)
     @click.option("--device", default="cpu", show_default=True, help="cpu, gpu0 (or cuda:0), mps.")
     @click.option("--dtype", default="float32", show_default=True, type=click.Choice(DTYPES))
