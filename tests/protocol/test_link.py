@@ -103,6 +103,20 @@ async def test_which_requests_a_failure_answers(address: str, context: Context, 
             await tasks[3]
 
 
+async def test_a_failure_of_one_block_leaves_the_others(context: Context, worker: StartWorker) -> None:
+    def fail_first(endpoint: Endpoint, peer: Peer, message: Message) -> bool:
+        if isinstance(message, Verify) and message.block_id == 0:
+            return endpoint.send(peer, Failure(1, 0, 0, FailureCode.NAN, "row 3 is NaN"))
+        return False
+
+    worker("inproc://blocks", behave=fail_first)
+    async with linked("inproc://blocks", context) as link:
+        asked = (link.request(verify(1, block_id), PATIENCE) for block_id in range(3))
+        first, *others = await asyncio.gather(*asked, link.request(open_request(1), PATIENCE), return_exceptions=True)
+        assert isinstance(first, WorkerFailure)
+        assert not any(isinstance(other, BaseException) for other in others)
+
+
 async def test_a_late_reply_is_dropped_and_the_slot_is_free(
     address: str, context: Context, worker: StartWorker
 ) -> None:
