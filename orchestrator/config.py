@@ -36,7 +36,7 @@ class RuntimeConfig:
     gamma: int = 4
     verify: str = "rejection"
     codec: str = "counts"
-    connect_timeout: float = 600.0  # a first start downloads and converts a model
+    connect_timeout: float = 10.0  # for a worker at an address; one started here is waited for while it lives
     draft_timeout: float = 10.0  # a block that takes longer is not waited for: the round goes on at γ = 0
     debug: bool = False
 

@@ -52,7 +52,7 @@ _RUNTIME_OPTIONS = (
     _option("--gamma", _RUNTIME, "Draft tokens in a block; 0 decodes plainly.", type=int),
     _option("--verify", _RUNTIME, "How the target verifies a block.", type=click.Choice(VERIFY_MODES)),
     _option("--codec", _RUNTIME, "How q̃ travels when --verify is rejection.", type=click.Choice(CODECS)),
-    _option("--connect-timeout", _RUNTIME, "Seconds to wait for a worker to be ready.", type=float),
+    _option("--connect-timeout", _RUNTIME, "Seconds to wait for a worker at an address.", type=float),
     _option("--draft-timeout", _RUNTIME, "Seconds to wait for a block before going on without one.", type=float),
     _option("--debug", _RUNTIME, "Tracebacks and more log lines.", is_flag=True),
 )

@@ -21,6 +21,7 @@ from protocol.link import Link
 from protocol.messages import Welcome
 
 SHUTDOWN_SECONDS = 2.0
+LOAD_SECONDS = 3600.0  # a worker started here is watched, so this only bounds a load that hangs: a first start downloads
 
 
 class Peer:
@@ -47,7 +48,7 @@ class Peer:
             process = await WorkerProcess.spawn(role, arguments, threads)
         peer = cls(role, Link(address, name=f"{role} worker"), process, folder)
         try:
-            peer.welcome = await peer._connect(config.connect_timeout)
+            peer.welcome = await peer._connect(LOAD_SECONDS if process is not None else config.connect_timeout)
         except BaseException:
             if process is not None:
                 process.kill()
