@@ -21,7 +21,7 @@ from protocol.link import Link
 from protocol.messages import Welcome
 
 SHUTDOWN_SECONDS = 2.0
-LOAD_SECONDS = 3600.0  # a worker started here is watched, so this only bounds a load that hangs: a first start downloads
+LOAD_SECONDS = 3600.0  # a worker started here is watched: this bounds a load that hangs. A first start downloads
 
 
 class Peer:
