@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -95,8 +94,8 @@ class TargetEngine:
             job.entry,
             message,
             message.tokens.tolist(),
-            torch.from_numpy(np.ascontiguousarray(q_ids)),
-            torch.from_numpy(np.ascontiguousarray(q_probs)),
+            torch.from_numpy(q_ids.copy()),
+            torch.from_numpy(q_probs.copy()),
         )
 
     def _extend(self, opened: Sequence[Entry], checked: Sequence[Checked]) -> list[Tensor]:
