@@ -1,0 +1,169 @@
+"""Both workers' own loops and engines in one process, over endpoints that are lists: for breaking rules on purpose."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from draft_worker.engine import ModelDraftEngine
+from execution.toy import ToyExecutor
+from orchestrator.request import GenerateOptions, Proposal, Request, Round, Verified
+from protocol.codecs import NO_Q, EncodedQ
+from protocol.endpoint import Peer, WorkerStatus
+from protocol.messages import Block, Message, Open, Opened, Propose, Sampling, Verdict, Verify, token_array
+from target_worker.engine import TargetEngine
+from worker.loop import WorkerLoop
+
+PEER = Peer(b"tests")
+
+
+class ListEndpoint:
+    """What a WorkerLoop needs of an endpoint."""
+
+    def __init__(self) -> None:
+        self.status, self.stopping, self.sent = WorkerStatus(), threading.Event(), list[Message]()
+
+    def send(self, peer: Peer, message: Message) -> bool:
+        self.sent.append(message)
+        return True
+
+    def take_aborts(self) -> list[Any]:
+        return []
+
+    def take_departed(self) -> list[Any]:
+        return []
+
+
+class Worker:
+    """One loop with its engine."""
+
+    def __init__(self, engine: Any) -> None:
+        self._endpoint = ListEndpoint()
+        self._loop = WorkerLoop(self._endpoint, None, None, engine)  # type: ignore[arg-type]
+
+    def ask(self, messages: Sequence[Message]) -> list[Any]:
+        self._endpoint.sent = []
+        self._loop.step([(PEER, message) for message in messages])
+        return self._endpoint.sent
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """One request's block as it goes to the target."""
+
+    tokens: list[int]
+    q: EncodedQ
+
+    def cut(self, length: int) -> Drafted:
+        """The first `length` tokens."""
+        if not length:
+            return Drafted([], NO_Q)
+        return Drafted(self.tokens[:length], replace(self.q, arrays=tuple(array[:length] for array in self.q.arrays)))
+
+
+Draft = Callable[["Pair", list[Request], int, int], list[Drafted]]
+Verifier = Callable[["Pair", list[Request], list[Drafted], int], list[Verdict]]
+
+
+class Pair:
+    """A target and a draft. `draft` and `verify` of a run may be replaced by broken ones."""
+
+    def __init__(self, target: str, draft: str) -> None:
+        self.target = Worker(TargetEngine(ToyExecutor(target)))
+        self.drafter = Worker(ModelDraftEngine(ToyExecutor(draft)))
+        self.other_target = Worker(TargetEngine(ToyExecutor(target)))
+        self.other_drafter = Worker(ModelDraftEngine(ToyExecutor(draft)))
+        self._vocab = ToyExecutor(target).vocab_size
+        self._ids = 0
+
+    def open(self, worker: Worker, requests: list[Request], verify: str, codec: str, seed_step: int = 0) -> None:
+        sampling = [Sampling(o.temperature, o.top_k, o.top_p, o.min_p) for o in (r.options for r in requests)]
+        opened = worker.ask(
+            [
+                Open(r.request_id, 1, r.seed + seed_step, verify, codec, s, self._vocab, token_array(r.tokens))
+                for r, s in zip(requests, sampling, strict=True)
+            ]
+        )
+        assert all(isinstance(reply, Opened) for reply in opened), opened
+
+    def propose(self, worker: Worker, requests: list[Request], gamma: int, block_id: int) -> list[Block]:
+        blocks = worker.ask(
+            [
+                Propose(r.request_id, 1, len(r.tokens), block_id, max(1, r.clip(gamma)), token_array(r.tokens[-9:]))
+                for r in requests
+            ]
+        )
+        assert all(isinstance(block, Block) for block in blocks), blocks
+        return blocks
+
+    def judge(self, worker: Worker, requests: list[Request], drafted: list[Drafted], block_id: int) -> list[Verdict]:
+        verdicts = worker.ask(
+            [
+                Verify(
+                    r.request_id,
+                    1,
+                    len(r.tokens),
+                    block_id,
+                    token_array(r.tokens[-9:]),
+                    np.asarray(d.tokens, dtype=np.int32),
+                    d.q,
+                )
+                for r, d in zip(requests, drafted, strict=True)
+            ]
+        )
+        assert all(isinstance(verdict, Verdict) for verdict in verdicts), verdicts
+        return verdicts
+
+    def generate(
+        self,
+        count: int,
+        options: GenerateOptions,
+        *,
+        vocab: int,
+        seed: int,
+        gamma: int = 4,
+        codec: str = "counts",
+        draft: Draft | None = None,
+        verify: Verifier | None = None,
+        second_draft: bool = False,
+        second_verdict: bool = False,
+    ) -> list[tuple[Request, list[Round]]]:
+        """`count` requests in lockstep, every block of all of them in one pass."""
+        requests = []
+        for i in range(count):
+            self._ids += 1
+            requests.append(Request(self._ids, (i % vocab,), options, seed + i, frozenset(), 10**6))
+        self.open(self.target, requests, "rejection", codec)
+        self.open(self.drafter, requests, "rejection", codec)
+        if second_draft:
+            self.open(self.other_drafter, requests, "rejection", codec, seed_step=500_000)
+        if second_verdict:
+            self.open(self.other_target, requests, "rejection", codec, seed_step=500_000)
+        done: dict[int, list[Round]] = {r.request_id: [] for r in requests}
+        block_id, going = 0, requests
+        while going:
+            block_id += 1
+            drafted = (draft or plain_draft)(self, going, gamma, block_id)
+            verdicts = (
+                self.judge(self.target, going, drafted, block_id)
+                if verify is None
+                else verify(self, going, drafted, block_id)
+            )
+            for r, d, v in zip(going, drafted, verdicts, strict=True):
+                proposal = Proposal(tuple(d.tokens), "toy")
+                origin = "bonus" if v.origin == "bonus" else "correction"
+                done[r.request_id].append(r.commit(proposal, Verified(v.accepted, v.token, origin, 0, 0, 0)))
+            going = [r for r in going if r.finish_reason is None]
+        return [(r, done[r.request_id]) for r in requests]
+
+
+def as_drafted(block: Block) -> Drafted:
+    return Drafted(block.tokens.tolist(), block.q)
+
+
+def plain_draft(pair: Pair, requests: list[Request], gamma: int, block_id: int) -> list[Drafted]:
+    return [as_drafted(block) for block in pair.propose(pair.drafter, requests, gamma, block_id)]
