@@ -63,9 +63,7 @@ def draw_dense(q_probs: Tensor, seeds: Seeds, positions: Positions, ids: Tensor 
         raise ValueError(
             f"q_probs sum to {edges[:, -1].tolist()}; expected probabilities >= 0 that sum to 1 in each row"
         )
+    # u is at most 1 - 2**-53, so the product stays below the total, and `right` passes over tokens of no mass.
     point = uniform(seeds, Stream.DRAFT, positions).unsqueeze(1) * edges[:, -1:]
     column = torch.searchsorted(edges, point, right=True)
-    # The product may round up to the total itself: the last token of any mass takes it.
-    last = (q_probs > 0).long().cumsum(dim=-1).argmax(dim=-1, keepdim=True)
-    column = torch.minimum(column, last)
     return column.squeeze(1) if ids is None else ids.cpu()[column.squeeze(1)]

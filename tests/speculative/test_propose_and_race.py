@@ -60,6 +60,25 @@ def test_large_rows_take_the_pruned_path_and_agree(monkeypatch: pytest.MonkeyPat
     assert torch.equal(pruned[1], draw_coupled(log_p, range(6), range(6), ids))
 
 
+@pytest.mark.parametrize("law", [[0.9, 0.1], [0.5, 0.3, 0.2], [0.97, 0.02, 0.01]])
+def test_a_peaked_rows_first_reach_may_be_too_short(law: list[float]) -> None:
+    """Where the likeliest token drew a large x, its E is far above x, and others may win beyond twice the bound."""
+    log_p = torch.tensor(law).log().expand(4000, -1)
+    source = WordSource(range(4000), Stream.RACE, [0] * 4000)
+    whole = (log_p + gumbel(range(4000), Stream.RACE, [0] * 4000, len(law))).argmax(dim=-1)
+    assert torch.equal(racing._pruned_race(log_p, source, None), whole)
+
+
+def test_filtered_rows_race_by_id_whichever_rows_they_stand_beside() -> None:
+    logits = torch.randn((30, 500), generator=torch.Generator().manual_seed(5)) * 3
+    options = [SamplingOptions(top_k=20), SamplingOptions(), SamplingOptions(temperature=0)] * 10
+    log_p = log_distribution(logits, options)
+    ids = torch.randperm(2000, generator=torch.Generator().manual_seed(6))[:500]
+    source = WordSource(range(30), Stream.RACE, range(30))
+    whole = (log_p + gumbel(range(30), Stream.RACE, range(30), 2000)[:, ids]).argmax(dim=-1)
+    assert torch.equal(racing._pruned_race(log_p, source, ids), whole)
+
+
 def test_excluded_tokens_never_win_and_ids_name_columns() -> None:
     log_p = torch.tensor([[-math.inf, 0.0, -math.inf]] * 50)
     assert set(race(log_p, range(50), Stream.RACE, [0] * 50).tolist()) == {1}
