@@ -20,7 +20,7 @@ from distill.corpus import Corpus, CorpusSpec, next_chapter, open_folder, shard_
 from distill.evaluate import Score, evaluate, step_milliseconds
 from distill.faults import RunFault, UsageFault
 from distill.progress import Reporter
-from distill.student import Shape, Student, build_student, check_shape, save_student
+from distill.student import Shape, Student, build_student, check_shape, likeliest, save_student
 from distill.target import Target, load_target
 from distill.train import Course, Trainer, working_dtype
 from distill.writer import Recipe, Writer, write_corpus
@@ -94,10 +94,14 @@ def fill_corpus(plan: Plan, stop: Stop) -> None:
 
 def train(plan: Plan, target: Target, corpus: Corpus, stop: Stop) -> tuple[Student, Trainer, bool]:
     """Train from the start or from the saved state; the last value says whether the course is over."""
-    student = build_student(target.model, plan.shape, corpus.mass(target.vocab_size))
+    file = plan.work / "training.pt"
+    head_ids = Trainer.saved_head(file)
+    if plan.shape.head and (head_ids is None or len(head_ids) != plan.shape.head):
+        head_ids = likeliest(corpus.mass(target.vocab_size), plan.shape.head)
+    student = build_student(target.model, plan.shape, head_ids)
     student.causal.to(plan.device)
     with Reporter("training") as reporter:
-        trainer = Trainer(student, corpus, plan.course, plan.work / "training.pt")
+        trainer = Trainer(student, corpus, plan.course, file)
         if trainer.resume():
             reporter.say(f"resumed at step {trainer.step}, {100 * trainer.progress:.0f} % of the course")
 

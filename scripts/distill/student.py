@@ -77,8 +77,8 @@ class Student:
         return wide
 
 
-def build_student(target: Any, shape: Shape, mass: Array) -> Student:
-    """Start a student from `target`'s own weights. `mass` [V] ranks the ids for a reduced head.
+def build_student(target: Any, shape: Shape, head_ids: torch.Tensor | None) -> Student:
+    """Start a student from `target`'s own weights. `head_ids` [H]: the ids of a reduced head, else None.
 
     Raises: UsageFault where the shape does not fit the target.
     """
@@ -92,7 +92,6 @@ def build_student(target: Any, shape: Shape, mass: Array) -> Student:
     if missing.unexpected_keys or set(missing.missing_keys) - {"lm_head.weight"}:
         raise RunFault(f"cannot copy layers of {type(target).__name__}: weights do not match after renumbering")
     causal.get_input_embeddings().weight.data = embedding.float().clone()
-    head_ids = _likeliest(mass, shape.head) if shape.head else None
     causal.set_output_embeddings(_head(head, head_ids))
     return Student(causal, shape, head_ids)
 
@@ -145,8 +144,8 @@ def _renumbered(weights: dict[str, torch.Tensor], kept: list[int]) -> dict[str, 
     return out
 
 
-def _likeliest(mass: Array, count: int) -> torch.Tensor:
-    """int32 [count], ascending: the ids that the target gave the most probability."""
+def likeliest(mass: Array, count: int) -> torch.Tensor:
+    """int32 [count], ascending: the ids that have the most of `mass` [V]."""
     return torch.from_numpy(np.sort(np.argsort(-mass, kind="stable")[:count]).astype(np.int32))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from distill.corpus import ASSISTANT, NOBODY, Chat, Corpus
-from distill.faults import RunFault
+from distill.faults import RunFault, UsageFault
 from distill.student import Student
 
 
@@ -88,18 +89,16 @@ class LogProbabilities(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, scores: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        chosen = scores.gather(1, columns).float()
-        peak = scores.amax(-1, keepdim=True)
-        total = (scores - peak).exp_().sum(-1, keepdim=True, dtype=torch.float32).log() + peak.float()
-        context.save_for_backward(scores, columns)
-        return chosen - total
+        q = torch.softmax(scores, -1)
+        context.save_for_backward(q, columns)
+        return q.gather(1, columns).float().clamp(min=1e-30).log()
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        scores, columns = context.saved_tensors
-        (gradient,) = gradients
-        out = torch.softmax(scores, -1).mul_(-gradient.sum(-1, keepdim=True).to(scores.dtype))
-        return out.scatter_add_(1, columns, gradient.to(scores.dtype)), None
+        q, columns = context.saved_tensors
+        gradient = gradients[0].to(q.dtype)
+        out = q * -gradient.sum(-1, keepdim=True)
+        return out.scatter_add_(1, columns, gradient), None
 
 
 def divergences(scores: torch.Tensor, rows: torch.Tensor, logp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,6 +147,14 @@ class Trainer:
         done = self.progress
         return self.course.learning_rate * min(1.0, (done + 1e-3) / self.course.warm_up, (1 - done) + 1e-3)
 
+    @staticmethod
+    def saved_head(file: Path) -> torch.Tensor | None:
+        """The head's ids of an earlier run. A corpus that has grown since would rank them anew, rows would not fit."""
+        if not file.exists():
+            return None
+        head_ids: torch.Tensor | None = _read(file).get("head_ids")
+        return head_ids
+
     def save(self) -> None:
         """Write the state beside its place and rename it, so that a crash leaves the last whole one."""
         state = {
@@ -168,13 +175,16 @@ class Trainer:
         if not self.file.exists():
             return False
         try:
-            state = torch.load(self.file, weights_only=True)
+            state = _read(self.file)
+            saved, own = (torch.empty(0) if ids is None else ids for ids in (state["head_ids"], self.student.head_ids))
+            if not torch.equal(saved, own):
+                raise ValueError("its head has other ids")
             for name, master in self.masters.items():
                 master.copy_(state["weights"][name])
             self.optimizer.load_state_dict(state["optimizer"])
             self.step, self.epoch, self.index, self.tokens, self.seconds, self.overlap = state["clock"]
-        except (KeyError, RuntimeError, ValueError, EOFError) as error:
-            raise RunFault(
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise UsageFault(
                 f"{self.file} does not fit this student: {str(error).splitlines()[0]} (delete it to train anew)"
             ) from error
         return True
@@ -244,6 +254,14 @@ class Trainer:
         self.overlap = now if self.step == 0 else 0.98 * self.overlap + 0.02 * now
         self.step += 1
         self.tokens += len(batch.positions)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = torch.load(file, weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise RunFault(f"cannot read training state {file}: {str(error).splitlines()[0]} (delete it)") from error
+    return state
 
 
 def working_dtype(device: torch.device) -> torch.dtype:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -118,7 +119,7 @@ def test_interrupted_in_each_phase_it_resumes_and_alpha_rises(tiny: Path, tmp_pa
     assert (said["head"], said["embedding"], said["training"]["steps"]) == ("full", "own", 60)
 
     target, corpus = load_target(str(tiny), torch.float32, CPU), Corpus(work / "corpus")
-    untrained = build_student(target.model, Shape(2, 0, False), corpus.mass(target.vocab_size))
+    untrained = build_student(target.model, Shape(2, 0, False), None)
     everything = Corpus(work / "corpus", held_every=1)  # so small a corpus holds out too few chats to tell
     before, after = (evaluate(target.model, student, everything) for student in (untrained, load_student(out)))
     assert after.alpha_1 > before.alpha_1 + 0.05 and after.alpha_0 > before.alpha_0
@@ -150,6 +151,22 @@ def test_reduced_head_and_shared_embedding_load_in_the_runtime(tiny: Path, tmp_p
     wide = student.spread(scores)
     assert wide.shape == (12, len(TOKENS)) and int(wide.isfinite().sum()) == 12 * 12
     assert not (out / "tokenizer.json").exists()
+
+
+def test_a_corpus_that_grew_leaves_the_head_as_it_was(tiny: Path, tmp_path: Path) -> None:
+    """The rows of a half-trained head belong to its ids, however a longer corpus would rank them."""
+    out, work = tmp_path / "draft", tmp_path / "draft.work"
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, "training", 2)
+        assert run(tiny, out, "--head", "7", "--steps", "4", "--corpus-tokens", "400").exit_code == 1
+    before = torch.load(work / "training.pt", weights_only=True)["head_ids"]
+    likeliest = distill_draft.likeliest
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distill_draft, "likeliest", lambda mass, count: likeliest(-mass, count))
+        other = run(tiny, out, "--head", "8", "--steps", "4", "--corpus-tokens", "900")
+        assert other.exit_code == 2 and "delete it to train anew" in other.stderr
+        assert run(tiny, out, "--head", "7", "--steps", "4", "--corpus-tokens", "900").exit_code == 0
+    assert load_file(out / "model.safetensors")["head_ids"].tolist() == before.tolist()
 
 
 @pytest.fixture(scope="module")
