@@ -88,7 +88,12 @@ class TargetEngine:
     def _checked(self, place: int, job: Job) -> Checked:
         message = job.message
         assert isinstance(message, Verify)
-        q_ids, q_probs = decode(message.q, message.tokens, self._executor.vocab_size)
+        try:
+            q_ids, q_probs = decode(message.q, message.tokens, self._executor.vocab_size)
+        except ProtocolError as error:
+            # Whatever is wrong with a block, NaN too, is the draft's: code nan is kept for the target's own logits.
+            code = FailureCode.BAD_VALUE if error.code == FailureCode.NAN else error.code
+            raise ProtocolError(code, error.text) from error
         return Checked(
             place,
             job.entry,
