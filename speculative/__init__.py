@@ -7,7 +7,7 @@ from speculative.batch_verify import Outcome, verify_coupled, verify_greedy, ver
 from speculative.decode import Round, speculative_decode
 from speculative.gpt import GPTModel, model_step
 from speculative.noise import Stream, gumbel, integers16, philox4x32, random_words, uniform
-from speculative.propose import draw_counts, draw_coupled, draw_dense, draw_greedy
+from speculative.propose import draw_coupled, draw_dense, draw_greedy
 from speculative.racing import race
 from speculative.sampling import SamplingOptions, log_distribution
 from speculative.theory import SpeedupPoint, demonstrate_speculative, expected_accepted_tokens, speculative_speedup
@@ -22,7 +22,6 @@ __all__ = [
     "Stream",
     "acceptance_rate",
     "demonstrate_speculative",
-    "draw_counts",
     "draw_coupled",
     "draw_dense",
     "draw_greedy",

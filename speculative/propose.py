@@ -8,10 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from speculative.noise import Positions, Seeds, Stream, integers16, uniform
+from speculative.noise import Positions, Seeds, Stream, uniform
 from speculative.racing import race
-
-COUNTS_TOTAL = 1 << 16  # a row of codec `counts` sums to this
 
 
 def draw_coupled(log_q: Tensor, seeds: Seeds, positions: Positions, ids: Tensor | None = None) -> Tensor:
@@ -26,28 +24,6 @@ def draw_greedy(log_q: Tensor, ids: Tensor | None = None) -> Tensor:
     """The likeliest token of each row, the lowest column of a tie -> int64 [N]. q̃ is then a point mass on it."""
     columns = log_q.argmax(dim=-1)
     return columns if ids is None else ids.to(columns.device)[columns]
-
-
-def draw_counts(ids: Tensor, counts: Tensor, seeds: Seeds, positions: Positions) -> Tensor:
-    """A token of law counts / 65536 a row -> int64 [N], by an integer below 65536 of stream DRAFT.
-
-    ids, counts int64 [N, K]; each row of counts is >= 0 and sums to 65536 (padding has count 0). No float is involved,
-    so the token has exactly the law that the target will be told.
-    """
-    ids, counts = ids.cpu(), counts.cpu()
-    if ids.shape != counts.shape or counts.dim() != 2:
-        raise ValueError(
-            f"ids {tuple(ids.shape)} and counts {tuple(counts.shape)} differ; expected both [N, K]: pad rows with "
-            "count 0"
-        )
-    totals = counts.sum(dim=-1)
-    if bool((counts < 0).any()) or bool((totals != COUNTS_TOTAL).any()):
-        raise ValueError(
-            f"counts sum to {totals.tolist()}; expected counts >= 0 that sum to {COUNTS_TOTAL} in each row"
-        )
-    drawn = integers16(seeds, Stream.DRAFT, positions).unsqueeze(1)
-    column = torch.searchsorted(counts.cumsum(dim=-1), drawn, right=True)  # right: a count of 0 is never hit
-    return ids.gather(1, column).squeeze(1)
 
 
 def draw_dense(q_probs: Tensor, seeds: Seeds, positions: Positions, ids: Tensor | None = None) -> Tensor:

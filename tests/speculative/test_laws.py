@@ -21,9 +21,9 @@ from speculative import (
     Stream,
     acceptance_rate,
     batch_verify,
-    draw_counts,
     draw_coupled,
     draw_dense,
+    integers16,
     log_distribution,
     race,
     uniform,
@@ -63,7 +63,9 @@ class Draft:
     def draw(self, contexts: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         ids = self.ids[contexts]
         if self.counts is not None:
-            return draw_counts(ids, self.counts[contexts], seeds, positions)
+            drawn = integers16(seeds, Stream.DRAFT, positions).unsqueeze(1)  # below 65536, as the draft worker draws
+            column = torch.searchsorted(self.counts[contexts].cumsum(dim=-1), drawn, right=True)
+            return ids.gather(1, column).squeeze(1)
         column = draw_dense(self.probs[contexts], seeds, positions)
         return ids.gather(1, column.unsqueeze(1)).squeeze(1)
 

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from speculative import (
     SamplingOptions,
     Stream,
-    draw_counts,
     draw_coupled,
     draw_dense,
     draw_greedy,
     gumbel,
-    integers16,
     log_distribution,
     race,
     racing,
@@ -103,23 +101,6 @@ def test_greedy_takes_the_lowest_of_a_tie() -> None:
     assert draw_greedy(log_q, torch.tensor([7, 8, 9])).tolist() == [8, 7]
 
 
-def test_counts_are_drawn_by_the_integer_of_stream_draft() -> None:
-    ids = torch.tensor([[40, 10, 30, 0]]).expand(500, -1)
-    counts = torch.tensor([[1, 0, 65535, 0]]).expand(500, -1).clone()
-    counts[:, 0], counts[:, 1], counts[:, 2] = 20_000, 45_000, 536
-    drawn = draw_counts(ids, counts, range(500), [3] * 500).tolist()
-    for token, r in zip(drawn, integers16(range(500), Stream.DRAFT, [3] * 500).tolist(), strict=True):
-        assert token == (40 if r < 20_000 else 10 if r < 65_000 else 30)
-
-
-@pytest.mark.parametrize(("r", "token"), [(0, 5), (9, 5), (10, 7), (65535, 7)])
-def test_counts_at_their_edges(monkeypatch: pytest.MonkeyPatch, r: int, token: int) -> None:
-    monkeypatch.setattr("speculative.propose.integers16", lambda *_: torch.tensor([r]))
-    assert draw_counts(torch.tensor([[4, 5, 6, 7, 0]]), torch.tensor([[0, 10, 0, 65526, 0]]), [0], [0]).tolist() == [
-        token
-    ]
-
-
 @pytest.mark.parametrize(("u", "token"), [(0.0, 1), (0.2499, 1), (0.25, 3), (1 - 2.0**-53, 3)])
 def test_dense_at_its_edges(monkeypatch: pytest.MonkeyPatch, u: float, token: int) -> None:
     monkeypatch.setattr("speculative.propose.uniform", lambda *_: torch.tensor([u], dtype=torch.float64))
@@ -136,13 +117,6 @@ def test_dense_inverts_the_uniform_of_stream_draft() -> None:
 
 
 def test_refusals() -> None:
-    ids = torch.zeros((1, 2), dtype=torch.int64)
-    with pytest.raises(ValueError, match="sum to 65536"):
-        draw_counts(ids, torch.tensor([[1, 2]]), [0], [0])
-    with pytest.raises(ValueError, match="sum to 65536"):
-        draw_counts(ids, torch.tensor([[65537, -1]]), [0], [0])
-    with pytest.raises(ValueError, match=r"expected both \[N, K\]"):
-        draw_counts(ids, torch.tensor([65536]), [0], [0])
     with pytest.raises(ValueError, match="expected float64"):
         draw_dense(torch.ones(1, 1), [0], [0])
     for bad in ([0.5, 0.6], [1.5, -0.5], [NAN, 1.0]):
