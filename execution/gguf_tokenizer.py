@@ -14,7 +14,7 @@ _DIGITS_ALONE = {"gpt-2": False, "smollm": True}  # tokenizer.ggml.pre: how text
 
 
 def byte_level_tokenizer(fields: Mapping[str, Any]) -> Any | None:
-    """`tokenizers.Tokenizer` of a file (`GGUFReader(path).fields`) whose tokenizer is of a kind known here, else None."""
+    """The `tokenizers.Tokenizer` of `GGUFReader(path).fields`; None for a kind that is not known here."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     def value(key: str, otherwise: Any = None) -> Any:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 
@@ -51,6 +55,20 @@ def hush() -> None:
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
         disable_progress_bars()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+
+
+def go_offline_if_cut_off() -> None:
+    """Where the hub's name can't be resolved, use what is in its cache at once, without half a minute of retries."""
+    from huggingface_hub import constants
+
+    host = urlsplit(constants.ENDPOINT).hostname
+    if constants.HF_HUB_OFFLINE or getproxies() or host is None:
+        return
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
 
 
 def load_network(reference: str, source: str | Path, dtype: torch.dtype, device: torch.device) -> Any:
@@ -61,8 +79,11 @@ def load_network(reference: str, source: str | Path, dtype: torch.dtype, device:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         hush()
+        local = Path(source).is_dir()
+        if not local:
+            go_offline_if_cut_off()
         config = AutoConfig.from_pretrained(source)
-        if not Path(source).is_dir():  # refuse before gigabytes are fetched
+        if not local:  # refuse before gigabytes are fetched
             with torch.device("meta"):
                 refuse_unsupported(AutoModelForCausalLM.from_config(config), reference)
         network = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype)

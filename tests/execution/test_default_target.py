@@ -115,3 +115,14 @@ def test_second_start_converts_nothing(target):
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert float(done.stdout) < 30  # of the processor; 2 s on an idle machine
+
+
+def test_shipped_draft_shares_the_vocabulary(target):
+    """Loads without the target's weights being read whole, and proposes from its head alone."""
+    if not (default_models.Path(default_models.__file__).parent / "checkpoints" / "smollm2_135m_draft").is_dir():
+        pytest.skip("the draft's weights are not in this checkout")
+    draft, words = load(default_models.DRAFT, threads=1)
+    assert words == target[1] and draft.vocab_size == target[0].vocab_size
+    [logits] = draft.extend([Extension(draft.open(), chat(words, PROMPTS[0]), 1)])
+    proposed = torch.isfinite(logits[0])
+    assert logits.shape == (1, 49_152) and int(proposed.sum()) > 1000 and not torch.isnan(logits).any()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 import zipfile
 
 import pytest
@@ -80,6 +81,18 @@ def test_hub_out_of_reach(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     text = error("nobody/nothing-of-the-kind")
     assert "cannot be loaded from the Hugging Face hub and its cache" in text and "a .gguf file" in text
+
+
+def test_hub_whose_name_cannot_be_resolved_is_not_asked_again_and_again(monkeypatch):
+    def unknown(*_):
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("execution.hub_models.getproxies", dict)
+    monkeypatch.setattr("execution.hub_models.socket.getaddrinfo", unknown)
+    begin = time.monotonic()
+    assert "couldn't connect" in error("nobody/nothing-of-the-kind")
+    assert time.monotonic() - begin < 10  # half a minute with the hub's own retries
 
 
 def test_draft_that_is_not_installed(monkeypatch, tmp_path):
