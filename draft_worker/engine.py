@@ -159,10 +159,14 @@ class ModelDraftEngine:
                 block.take(token, row)
 
     def _finish(self, block: Drafting, seconds: float) -> Message:
-        if block.broken:
-            self._executor.truncate(block.entry.row, 0)  # nothing computed from a NaN may stay
-            block.entry.cached = []
-            return failure(block.message, ProtocolError(FailureCode.NAN, "the draft's logits are NaN"))
+        if block.broken:  # nothing computed from a NaN may stay
+            keep = len(block.entry.cached) if block.tokens else 0
+            self._executor.truncate(block.entry.row, keep)
+            block.entry.cached = block.entry.cached[:keep]
+            # Tokens drawn before the NaN are sent: it may have come of them, and a drawn token that is thrown away
+            # for what it is would bias the text (rule E2).
+            if not block.tokens:
+                return failure(block.message, ProtocolError(FailureCode.NAN, "the draft's logits are NaN"))
         message = block.message
         return Block(
             request_id=message.request_id,

@@ -14,7 +14,7 @@ from execution.toy import ToyExecutor
 from orchestrator.request import GenerateOptions, Proposal, Request, Round, Verified
 from protocol.codecs import NO_Q, EncodedQ
 from protocol.endpoint import Peer, WorkerStatus
-from protocol.messages import Block, Message, Open, Opened, Propose, Sampling, Verdict, Verify, token_array
+from protocol.messages import Block, Failure, Message, Open, Opened, Propose, Sampling, Verdict, Verify, token_array
 from target_worker.engine import TargetEngine
 from worker.loop import WorkerLoop
 
@@ -90,14 +90,14 @@ class Pair:
         )
         assert all(isinstance(reply, Opened) for reply in opened), opened
 
-    def propose(self, worker: Worker, requests: list[Request], gamma: int, block_id: int) -> list[Block]:
+    def propose(self, worker: Worker, requests: list[Request], gamma: int, block_id: int) -> list[Block | Failure]:
         blocks = worker.ask(
             [
                 Propose(r.request_id, 1, len(r.tokens), block_id, max(1, r.clip(gamma)), token_array(r.tokens[-9:]))
                 for r in requests
             ]
         )
-        assert all(isinstance(block, Block) for block in blocks), blocks
+        assert all(isinstance(block, Block) or block.code == "nan" for block in blocks), blocks
         return blocks
 
     def judge(self, worker: Worker, requests: list[Request], drafted: list[Drafted], block_id: int) -> list[Verdict]:
@@ -161,7 +161,10 @@ class Pair:
         return [(r, done[r.request_id]) for r in requests]
 
 
-def as_drafted(block: Block) -> Drafted:
+def as_drafted(block: Block | Failure) -> Drafted:
+    """A draft that fails at its first token leaves the round at γ = 0."""
+    if isinstance(block, Failure):
+        return Drafted([], NO_Q)
     return Drafted(block.tokens.tolist(), block.q)
 
 

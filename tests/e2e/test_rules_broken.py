@@ -8,7 +8,7 @@ unlikely token that is kept) must pass. Sizes: SAMPLES transitions of an order-1
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -36,9 +36,15 @@ SAMPLES = 24_000
 Patch = pytest.MonkeyPatch
 
 
+FAR_DRAFT = toy(vocab=V, seed=5, scale=1.3, noise=3, noise_seed=7)  # refused often, as E1 needs to show
+
+
+NAN_DRAFT = DRAFT + ",nan_token=2"  # whatever follows token 2 is NaN; prompts and corrections hold it too
+
+
 @pytest.fixture(scope="module")
-def pair() -> Pair:
-    return Pair(TARGET, DRAFT)
+def pairs() -> dict[str, Pair]:
+    return {draft: Pair(TARGET, draft) for draft in (DRAFT, FAR_DRAFT, NAN_DRAFT)}
 
 
 def statistic(pair: Pair, sampling: dict[str, Any], seed: int, **how: Any) -> Found:
@@ -186,6 +192,19 @@ def accepted_by_own_q(patch: Patch) -> None:
     )
 
 
+def nan_drops_the_block(patch: Patch) -> None:
+    """E2: a block in which the draft's logits became NaN is thrown away whole, with the token that led there."""
+    intact = draft_engine.ModelDraftEngine._finish
+
+    def finish(self: Any, block: Any, seconds: float) -> Any:
+        if block.broken:
+            block.tokens.clear()
+            block.rows.clear()
+        return intact(self, replace(block, broken=False), seconds)
+
+    patch.setattr(draft_engine.ModelDraftEngine, "_finish", finish)
+
+
 def nothing(patch: Patch) -> None:
     """The intact pair."""
 
@@ -196,11 +215,13 @@ class Variant:
     patch: Callable[[Patch], None] = nothing
     how: dict[str, Any] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=dict)
+    draft: str = DRAFT
 
 
 BROKEN = [
-    Variant("E1 the residual's race reads the draft's noise", shared_noise),
+    Variant("E1 the residual's race reads the draft's noise", shared_noise, draft=FAR_DRAFT),
     Variant("E2 an unlikely token is thrown away", how={"draft": tail_dropped}),
+    Variant("E2 a NaN throws the block away", nan_drops_the_block, draft=NAN_DRAFT),
     Variant("E3 the likelier of two blocks", how={"draft": likelier_of_two, "second_draft": True}),
     Variant("E4 q from before top-k", raw_q_sent),
     Variant("E4 argmax with its softmax", greedy_draft_with_softmax),
@@ -215,9 +236,10 @@ INTACT = [
     Variant("intact"),
     Variant("intact, dense", how={"codec": "dense"}),
     Variant("intact, filtered", sampling={"temperature": 0.8, "top_k": 6, "min_p": 0.02}),
-    Variant("control of E1: drawn by a race of its own", drawn_by_race),
+    Variant("control of E1: drawn by a race of its own", drawn_by_race, draft=FAR_DRAFT),
     Variant("control of E2: stopping after a token that is kept", how={"draft": tail_kept}),
     Variant("control of E4: no q̃ at all, a point mass", how={"draft": q_lost}),
+    Variant("control of E2: a NaN ends the block", draft=NAN_DRAFT),
     Variant("control of E3: one of two blocks, unseen", how={"draft": other_of_two, "second_draft": True}),
 ]
 
@@ -229,14 +251,14 @@ def found(pair: Pair, variant: Variant, monkeypatch: Patch) -> Found:
 
 
 @pytest.mark.parametrize("variant", INTACT, ids=lambda variant: variant.name)
-def test_intact_follows_the_law(pair: Pair, variant: Variant, monkeypatch: Patch) -> None:
-    verdict = found(pair, variant, monkeypatch)
+def test_intact_follows_the_law(pairs: dict[str, Pair], variant: Variant, monkeypatch: Patch) -> None:
+    verdict = found(pairs[variant.draft], variant, monkeypatch)
     assert not verdict.rejected, verdict
 
 
 @pytest.mark.parametrize("variant", BROKEN, ids=lambda variant: variant.name)
-def test_broken_is_found(pair: Pair, variant: Variant, monkeypatch: Patch) -> None:
-    verdict = found(pair, variant, monkeypatch)
+def test_broken_is_found(pairs: dict[str, Pair], variant: Variant, monkeypatch: Patch) -> None:
+    verdict = found(pairs[variant.draft], variant, monkeypatch)
     assert verdict.rejected, f"{variant.name} was not found: {verdict}"
 
 
@@ -253,7 +275,7 @@ def not_strict(log_p: Any, layout: Any, drafted: Any, q_ids: Any, q_probs: Any, 
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_the_accept_test_is_strict(pair: Pair, monkeypatch: Patch, broken: bool) -> None:
+def test_the_accept_test_is_strict(pairs: dict[str, Pair], monkeypatch: Patch, broken: bool) -> None:
     """u = 0 happens once in 2**53 draws, so it is planted. A token with p = 0 must not pass; `<=` lets it.
 
     The draft proposes from all of V, the target keeps two tokens of it.
@@ -266,6 +288,6 @@ def test_the_accept_test_is_strict(pair: Pair, monkeypatch: Patch, broken: bool)
         monkeypatch.setattr(batch_verify, "_accepted_lengths", not_strict)
     options = GenerateOptions(max_tokens=20, top_k=2)
     law = sampled_law(toy_table(TARGET).numpy(), top_k=2)
-    done = pair.generate(50, options, vocab=V, seed=77)
+    done = pairs[DRAFT].generate(50, options, vocab=V, seed=77)
     counts = transitions([(r.prompt[-1], list(r.generated)) for r, _ in done], V)
     assert bool(counts[law == 0].sum() > 0) == broken
