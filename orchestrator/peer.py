@@ -45,7 +45,11 @@ class Peer:
             folder = Path(tempfile.mkdtemp(prefix="specdec-"))
             address = f"ipc://{folder}/{role}"
             arguments, threads = _arguments(role, place.device, address, config)
-            process = await WorkerProcess.spawn(role, arguments, threads)
+            try:
+                process = await WorkerProcess.spawn(role, arguments, threads)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
         peer = cls(role, Link(address, name=f"{role} worker"), process, folder)
         try:
             peer.welcome = await peer._connect(LOAD_SECONDS if process is not None else config.connect_timeout)

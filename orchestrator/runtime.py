@@ -238,7 +238,8 @@ class Runtime:
 
 async def _cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:
     for task in tasks:
-        task.cancel()
+        if not task.cancelling():  # a second cancel would interrupt the tidying up after the first
+            task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 

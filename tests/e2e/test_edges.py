@@ -176,16 +176,16 @@ def test_target_with_nan_fails_its_request_alone(run: Run) -> None:
     """A NaN row is the end of its own request; the one beside it, and the next, go on."""
 
     async def all_of_it() -> None:
-        target = toy(**TABLE, nan_token=7)
+        target = toy(**TABLE, nan_token=8)
         async with runtime_of(target, "none") as runtime:
             bad, good = await asyncio.gather(
-                take(runtime, [7], max_tokens=5),
+                take(runtime, [8], max_tokens=5),
                 take(runtime, [1], max_tokens=5, seed=2, temperature=0),
                 return_exceptions=True,
             )
             assert isinstance(bad, WorkerFault) and "nan" in str(bad).lower(), bad
             wanted = plain_coupled(toy(**TABLE), [1], 2, 5, SamplingOptions(temperature=0))
-            assert 7 not in wanted[:-1]
+            assert 8 not in wanted[:-1]
             assert isinstance(good, Taken) and good.tokens == wanted, good
 
     run(all_of_it())

@@ -195,6 +195,33 @@ def test_cli_is_killed(command: Command) -> None:
         shutil.rmtree(folder)  # nobody is left who could
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_cli_is_stopped_while_a_model_loads(number: signal.Signals) -> None:
+    """The workers are deep in loading, and end all the same."""
+    folders = set(Path(tempfile.gettempdir()).glob("specdec-*"))
+    model = toy(load_ms=300_000)
+    process = subprocess.Popen(
+        [*ORCHESTRATOR, "generate", "abc", "--target-model", model, "--draft-model", model],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    try:
+        wait_until(lambda: len(marked_processes()) >= 3, 60, "the workers did not start")
+        wait_until(
+            lambda: len(list(Path(tempfile.gettempdir()).glob("specdec-*/*"))) >= 2, 60, "the workers did not listen"
+        )
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=20)
+        wait_until(lambda: not marked_processes(), 15, lambda: f"left running: {marked_processes()}")
+    finally:
+        process.kill()
+        process.wait(10)
+    if number == signal.SIGKILL:
+        for folder in set(Path(tempfile.gettempdir()).glob("specdec-*")) - folders:
+            shutil.rmtree(folder)
+    else:
+        assert one_error(stderr)
+
+
 # ---------------------------------------------------------------- attached workers
 
 
