@@ -165,7 +165,7 @@ def test_law_at_each_place_of_a_block(name: str, sample: Sample) -> None:
     """Given that a round came to its place k, token k follows the law, be it accepted, correction or bonus.
 
     And so do the tokens after a correction, after a bonus and after an accepted token, each by itself; place γ is a
-    bonus always. These strata are smaller: 1 % is found in the larger of them, 3 % in each (asserted).
+    bonus always. Strata are smaller than the whole: a bias of 3 % planted after corrections alone is found (asserted).
     """
     law = BY_NAME[name].law
     places = strata(sample(name), lambda index, _origin, gamma: ("place", index, "of", gamma))
