@@ -7,7 +7,9 @@ the law excludes gives p = 0. SIGNIFICANCE is 1e-6 with fixed seeds: what passes
 
 Power: against a law in which every row has PLANTED = 0.01 of mass moved from its likeliest token to its least likely
 one, G is non-central chi-square with non-centrality λ = Σ rows n_row · 2·KL(true ‖ planted), for n_row visits. `needed`
-gives the number of transitions with which the planted bias is found with probability POWER = .99.
+gives the number of transitions with which the planted bias is found with probability POWER = .99. How many depends on
+which tokens the mass moves between: λ a transition is about .01² (1/p_from + 1/p_to). Between the two likeliest tokens
+the same 1 % takes some 190,000 transitions where the least likely one takes 12,000; both are tested.
 """
 
 from __future__ import annotations
@@ -76,6 +78,16 @@ def planted(law: Floats, amount: float = PLANTED) -> Floats:
         if len(kept) > 1:
             row[kept[np.argmin(row[kept])]] += amount
             row[kept[np.argmax(row[kept])]] -= amount
+    return biased
+
+
+def planted_in_the_likeliest(law: Floats, amount: float = PLANTED) -> Floats:
+    """The same between the two likeliest tokens of every row: the transfer of `amount` that is hardest to find."""
+    biased = law.copy()
+    for row in biased:
+        second, first = np.argsort(row, kind="stable")[-2:]
+        row[first] -= amount
+        row[second] += amount
     return biased
 
 
