@@ -1,8 +1,9 @@
 """The law over real sockets: whatever drafts, however q̃ travels, whatever is asked for, tokens follow the target's law.
 
 Two worker processes, real sockets, toy models of order 1 whose whole table is known. The statistic, its degrees of
-freedom and its power are law.py's: each case draws as many transitions as find a planted bias of 1 % with probability
-.99 at significance 1e-6 (`needed`), and each shows on its very sample that the planted bias is found. Seeds are fixed.
+freedom and its power are law.py's: each case draws as many transitions (8,000 to 33,000; 186,000 for the default, codec
+counts) as find a planted bias of 1 % with probability .99 at significance 1e-6 (`needed`), and each shows on its very
+sample that the planted bias is found. Seeds are fixed.
 """
 
 from __future__ import annotations
