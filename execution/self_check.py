@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from execution.errors import ModelError
-from execution.interface import Extension
-
-if TYPE_CHECKING:
-    from execution.transformers_executor import TransformersExecutor
+from execution.interface import Executor, Extension
 
 TESTED = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2"))  # by tests/execution
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of the largest logit
 
 
-def self_check(executor: TransformersExecutor, network: Any, dtype: torch.dtype) -> None:
+def self_check(executor: Executor, network: Any, dtype: torch.dtype) -> None:
     """ModelError unless ragged, piecewise, rolled-back rows give the logits of a plain forward pass."""
     tokens = [(7 * i + 3) % min(executor.vocab_size, 97) for i in range(9)]
     device = next(network.parameters()).device

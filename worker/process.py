@@ -6,6 +6,7 @@ Bad input ends in one line `error: …` on stderr and status 2, a fault in one l
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -73,6 +74,10 @@ def run_worker(config: WorkerConfig, load: Callable[[WorkerConfig], Served]) -> 
         return _report(error, 2 if error.usage else 1, config.debug)
     except Exception as error:
         return _report(error, 1, config.debug)
+    finally:
+        if config.exit_with_stdin and config.listen.startswith("ipc://"):  # the supervisor may be gone: tidy its folder
+            with contextlib.suppress(OSError):  # not empty, or removed already
+                os.rmdir(os.path.dirname(config.listen.removeprefix("ipc://")))
 
 
 def _report(error: Exception, status: int, debug: bool) -> int:
