@@ -177,3 +177,30 @@ def test_coupled_depends_on_target_prompt_options_and_seed_alone(run: Run, refer
     run(with_draft("float16", (4,)), 400)
     run(with_ngram(), 400)
     run(with_a_restart(), 400)
+
+
+def test_ragged_batch_of_eight_is_its_solo_runs(run: Run, reference: Reference) -> None:
+    """Shows 5: eight requests of different prompts, γ, modes and options at once, each as it is alone."""
+    settings: list[dict[str, Any]] = [
+        {"gamma": 0, "verify": "coupled"},
+        {"gamma": 1, "verify": "coupled", "temperature": 0.7},
+        {"gamma": 3, "verify": "coupled", "top_k": 40},
+        {"gamma": 8, "verify": "coupled", "top_p": 0.9},
+        {"gamma": 2, "temperature": 0.0},
+        {"gamma": 4, "verify": "rejection"},
+        {"gamma": 6, "verify": "rejection", "top_k": 20, "temperature": 0.8},
+        {"gamma": 5, "verify": "rejection", "codec": "dense", "min_p": 0.05},
+    ]
+    requests = [
+        {"prompt": reference.prompts[index], "max_tokens": 32 + 4 * index, "seed": SEED + index, **setting}
+        for index, setting in enumerate(settings)
+    ]
+
+    async def together_and_alone() -> None:
+        async with default_pair() as runtime:
+            together = await take_many(runtime, requests)
+            for request, taken in zip(requests, together, strict=True):
+                alone = await take(runtime, **request)
+                assert taken.tokens == alone.tokens, request
+
+    run(together_and_alone(), 400)
