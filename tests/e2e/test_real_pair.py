@@ -27,6 +27,7 @@ from tests.e2e.support import Run, Taken, take, take_many
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TOKENS = 128
+COUPLED_TOKENS = 64
 PROMPTS = 16
 TIE = 1e-3  # of a logit, where ordinary gaps are above 0.01 and float32 passes differ by about 1e-5
 SEED = 20_000
@@ -103,12 +104,12 @@ def same_but_for_ties(
     assert ties <= 2, f"{label}: {ties} of {len(found)} prompts end in ties; float32 passes should meet far fewer"
 
 
-async def complete(runtime: Runtime, reference: Reference, **options: Any) -> list[Taken]:
+async def complete(runtime: Runtime, reference: Reference, max_tokens: int, **options: Any) -> list[Taken]:
     """All prompts at once, each with a seed of its own."""
     return await take_many(
         runtime,
         [
-            {"prompt": prompt, "max_tokens": TOKENS, "seed": SEED + index, **options}
+            {"prompt": prompt, "max_tokens": max_tokens, "seed": SEED + index, **options}
             for index, prompt in enumerate(reference.prompts)
         ],
     )
@@ -120,13 +121,13 @@ def test_greedy_is_transformers_generate(run: Run, reference: Reference, greedy:
     async def with_draft() -> None:
         async with default_pair() as runtime:
             for gamma in (1, 4, 8):
-                found = await complete(runtime, reference, temperature=0.0, gamma=gamma)
+                found = await complete(runtime, reference, TOKENS, temperature=0.0, gamma=gamma)
                 same_but_for_ties(reference, f"γ = {gamma}", found, greedy, seeded=False)
                 assert sum(taken.accepted for taken in found) > 0.2 * sum(taken.drafted for taken in found) / gamma
 
     async def without_model(draft: str) -> None:
         async with default_pair(draft=draft) as runtime:
-            found = await complete(runtime, reference, temperature=0.0)
+            found = await complete(runtime, reference, TOKENS, temperature=0.0)
             same_but_for_ties(reference, draft, found, greedy, seeded=False)
 
     run(with_draft(), 800)
@@ -140,17 +141,17 @@ def test_coupled_depends_on_target_prompt_options_and_seed_alone(run: Run, refer
 
     async def plain() -> None:
         async with default_pair(draft="none", verify="coupled") as runtime:
-            expected.extend(taken.tokens for taken in await complete(runtime, reference))
+            expected.extend(taken.tokens for taken in await complete(runtime, reference, COUPLED_TOKENS))
 
     async def with_draft(dtype: str, gammas: Sequence[int]) -> None:
         async with default_pair(verify="coupled", draft_dtype=dtype) as runtime:
             for gamma in gammas:
-                found = await complete(runtime, reference, gamma=gamma)
+                found = await complete(runtime, reference, COUPLED_TOKENS, gamma=gamma)
                 same_but_for_ties(reference, f"{dtype} draft, γ = {gamma}", found, expected, seeded=True)
 
     async def with_ngram() -> None:
         async with default_pair(verify="coupled", draft="ngram") as runtime:
-            found = await complete(runtime, reference)
+            found = await complete(runtime, reference, COUPLED_TOKENS)
             same_but_for_ties(reference, "ngram", found, expected, seeded=True)
 
     async def with_a_restart() -> None:
@@ -159,12 +160,12 @@ def test_coupled_depends_on_target_prompt_options_and_seed_alone(run: Run, refer
 
             def kill(taken: Taken) -> None:
                 nonlocal killed
-                if not killed and len(taken.tokens) > TOKENS // 4 and runtime.draft is not None:
+                if not killed and len(taken.tokens) > COUPLED_TOKENS // 4 and runtime.draft is not None:
                     killed = True
                     os.kill(runtime.draft.welcome.pid, signal.SIGKILL)
 
             tasks = [
-                take(runtime, prompt, kill if index == 0 else None, max_tokens=TOKENS, seed=SEED + index)
+                take(runtime, prompt, kill if index == 0 else None, max_tokens=COUPLED_TOKENS, seed=SEED + index)
                 for index, prompt in enumerate(reference.prompts)
             ]
             found = list(await asyncio.gather(*tasks))
