@@ -165,6 +165,7 @@ def save_student(student: Student, folder: Path, reference: str, tokenizer: Any,
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         save_file(_weights(student), draft / "model.safetensors", metadata={"format": "pt"})
+        (draft / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
         (draft / "config.json").write_text(json.dumps(_config(student, reference, training), indent=2) + "\n")
         if not student.shape.shared_embedding:
             tokenizer.save_pretrained(draft)
@@ -189,6 +190,7 @@ def _weights(student: Student) -> dict[str, torch.Tensor]:
 
 def _config(student: Student, reference: str, training: dict[str, Any]) -> dict[str, Any]:
     config: dict[str, Any] = student.causal.config.to_dict()
+    config.pop("_model_name_or_path", None)  # where the target was made, not where this one was
     config |= {"architectures": [type(student.causal).__name__], "dtype": "float16"}
     shared = student.shape.shared_embedding
     config["specdec"] = {

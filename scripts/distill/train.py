@@ -84,7 +84,7 @@ class LogProbabilities(torch.autograd.Function):
     """log softmax(scores) at chosen columns: scores [m, H], columns [m, K] -> [m, K], float32.
 
     The plain way (float32 log_softmax, then gather) spends more time on memory than the student's layers take:
-    here nothing of size m × H but the gradient is ever made, in the dtype of the scores.
+    here only q and the gradient are of size m × H, both in the dtype of the scores.
     """
 
     @staticmethod
