@@ -30,7 +30,7 @@ def marked_folder() -> Iterator[Path]:
     before = {name: os.environ.get(name) for name in os.environ}
     for name in [name for name in os.environ if name.startswith("SPECDEC_")]:
         del os.environ[name]
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell's background job: our children would ignore ^C too
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job: our children would ignore ^C
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ |= {MARK: MARK_VALUE, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
     tempfile.tempdir = str(folder)
