@@ -19,7 +19,7 @@ from execution.vocabulary import Vocabulary
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ModelError", "load"]
+__all__ = ["ModelError", "load", "model_source"]
 
 
 def load(model: str, *, device: str = "cpu", dtype: str = "float32", threads: int = 1) -> tuple[Executor, Vocabulary]:
@@ -54,7 +54,7 @@ def _load_toy(model: str, device: str, dtype: str) -> tuple[Executor, Vocabulary
 
 
 def _load_network(model: str, device: torch.device, dtype: torch.dtype) -> tuple[Executor, Vocabulary]:
-    source = _source(model)
+    source = model_source(model)
     from execution.draft_checkpoint import draft_settings, load_draft
     from execution.hub_models import load_network
     from execution.transformers_executor import TransformersExecutor
@@ -78,7 +78,7 @@ def _load_network(model: str, device: torch.device, dtype: torch.dtype) -> tuple
     return TransformersExecutor(network, model, vocab_size=size, head_ids=head_ids), vocabulary
 
 
-def _source(model: str) -> Path | str:
+def model_source(model: str) -> Path | str:
     """The folder that transformers can read, or the hub id."""
     from execution.hub_models import KNOWN
 
@@ -113,7 +113,7 @@ def _embedding(lender: str, borrower: str) -> torch.Tensor:
     from execution.hub_models import read_tensor, weights_folder
 
     try:
-        return read_tensor(weights_folder(lender, _source(lender)), EMBEDDING)
+        return read_tensor(weights_folder(lender, model_source(lender)), EMBEDDING)
     except (KeyError, FileNotFoundError) as error:
         raise ModelError(
             f"model {borrower!r} borrows the embedding of {lender!r}, which has no {EMBEDDING} in safetensors: distil"
@@ -124,7 +124,7 @@ def _embedding(lender: str, borrower: str) -> torch.Tensor:
 def _lent_vocabulary(lender: str, borrower: str) -> Vocabulary:
     from execution.draft_checkpoint import draft_settings
 
-    source = _source(lender)
+    source = model_source(lender)
     if isinstance(source, Path) and draft_settings(source) is not None:
         raise ModelError(f"model {borrower!r} borrows from {lender!r}, itself a draft: name the target as its source")
     return _vocabulary(lender, source)

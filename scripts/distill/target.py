@@ -16,7 +16,7 @@ from distill.faults import UsageFault
 from execution.errors import ModelError
 from execution.gguf_models import converted_vocabulary
 from execution.hub_models import load_network, readable_errors
-from execution.loading import _source as model_source
+from execution.loading import model_source
 
 _SENTINEL = "SPECDECCONTENT"
 
