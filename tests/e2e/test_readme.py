@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -70,12 +71,12 @@ def test_orchestrator_commands(words: list[str], tmp_path: Path) -> None:
         assert (tmp_path / words[words.index("--trace") + 1]).stat().st_size > 0
 
 
-def test_a_draft_elsewhere(tmp_path: Path, worker_by_hand: type[WorkerByHand]) -> None:
+def test_a_draft_elsewhere(tmp_path: Path, by_hand: Callable[..., WorkerByHand]) -> None:
     (worker,) = [words for words in commands() if words[0] == "specdec-draft-worker"]
     (client,) = [words for words in commands() if "--draft" in words and "tcp" in " ".join(words)]
     address = worker[worker.index("--listen") + 1]
     assert address in client
-    started = worker_by_hand("draft", stood_in(worker)[worker.index("--model") + 1])
+    started = by_hand("draft", stood_in(worker)[worker.index("--model") + 1])
     words = [started.address if word == address else word for word in stood_in(client)]
     done = run([sys.executable, "-m", "orchestrator", *words[1:]], tmp_path)
     assert done.returncode == 0, done.stderr
