@@ -131,7 +131,7 @@ def test_precedence(tmp_path: Path) -> None:
     assert (by_flag["gamma"], by_flag["max_tokens"], by_flag["verify"]) == (7, 77, "coupled")
     assert resolved(["generate", "x", "--gamma", "7"], **environment)["gamma"] == 7
     assert resolved(["--gamma", "7", "generate", "x", "--gamma", "9"], **environment)["gamma"] == 9
-    assert resolved(["generate", "x"])["gamma"] == 4
+    assert resolved(["generate", "x"])["gamma"] == 1
 
 
 # ---------------------------------------------------------------- bad input
