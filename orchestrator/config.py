@@ -33,7 +33,7 @@ class RuntimeConfig:
     draft_dtype: str = "float32"
     target_threads: int = field(default_factory=lambda: os.cpu_count() or 1)
     draft_threads: int = 1
-    gamma: int = 1  # the best for the default pair on a CPU, where a wider pass costs more; 3 to 5 is usual on a GPU
+    gamma: int = 1  # the best measured for the default pair on a CPU (README)
     verify: str = "rejection"
     codec: str = "counts"
     connect_timeout: float = 10.0  # for a worker at an address; one started here is waited for while it lives
