@@ -76,11 +76,6 @@ def parse(text: str) -> Address:
     return Address(scheme, "", 0, rest)
 
 
-def is_loopback(text: str) -> bool:
-    """Address.is_loopback of the address in text."""
-    return parse(text).is_loopback
-
-
 def parse_listen(text: str, *, insecure: bool = False) -> Address:
     """The address in text, if a worker may listen there: only loopback, unless insecure says otherwise."""
     address = parse(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.addresses import MAX_IPC_PATH, is_loopback, parse, parse_listen
+from protocol.addresses import MAX_IPC_PATH, parse, parse_listen
 from protocol.errors import AddressError
 
 
@@ -89,13 +89,13 @@ OPEN = [
 
 @pytest.mark.parametrize("text", LOOPBACK)
 def test_loopback(text: str) -> None:
-    assert is_loopback(text)
+    assert parse(text).is_loopback
     assert parse_listen(text).data == text
 
 
 @pytest.mark.parametrize("text", OPEN)
 def test_not_loopback(text: str) -> None:
-    assert not is_loopback(text)
+    assert not parse(text).is_loopback
     with pytest.raises(AddressError, match=r"refusing to listen on .* give --insecure on a network you trust"):
         parse_listen(text)
     assert parse_listen(text, insecure=True).data == text
