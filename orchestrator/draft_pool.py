@@ -7,10 +7,11 @@ import logging
 
 from orchestrator.config import RuntimeConfig
 from orchestrator.errors import SpecdecError, UsageError
-from orchestrator.peer import Peer
+from orchestrator.peer import LinkFactory, Peer
 from orchestrator.places import Place
 from protocol.errors import HandshakeError
 from protocol.handshake import check_pair
+from protocol.link import Link
 from protocol.messages import Welcome
 
 logger = logging.getLogger(__name__)
@@ -21,8 +22,9 @@ STABLE_SECONDS = 60.0  # a worker that lived this long starts again from the fir
 class DraftPool:
     """Holds at most one draft peer, and brings it back when it dies. `restarts` counts the returns."""
 
-    def __init__(self, config: RuntimeConfig) -> None:
+    def __init__(self, config: RuntimeConfig, link: LinkFactory = Link) -> None:
         self._config = config
+        self._link = link
         self._place: Place | None = config.draft_place
         self._keeper: asyncio.Task[None] | None = None
         self._peer: Peer | None = None
@@ -37,7 +39,7 @@ class DraftPool:
     async def start(self) -> None:
         """Start the first life; raises what is wrong with it. No-op for `--draft none`."""
         if self._place is not None:
-            self._peer = await Peer.start("draft", self._place, self._config)
+            self._peer = await Peer.start("draft", self._place, self._config, self._link)
 
     def keep(self, target: Welcome) -> None:
         """Check that the pair matches (raises UsageError), and from now on bring the draft back when it's lost."""
@@ -76,7 +78,7 @@ class DraftPool:
     async def _bring_back(self, target: Welcome) -> bool:
         assert self._place is not None
         try:
-            peer = await Peer.start("draft", self._place, self._config)
+            peer = await Peer.start("draft", self._place, self._config, self._link)
         except SpecdecError as error:
             logger.warning("the draft can't be brought back yet: %s", error)
             return False

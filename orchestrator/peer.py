@@ -10,7 +10,7 @@ import contextlib
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from orchestrator.config import RuntimeConfig
 from orchestrator.errors import SpecdecError, UsageError, WorkerFault
@@ -22,6 +22,12 @@ from protocol.messages import Welcome
 
 SHUTDOWN_SECONDS = 2.0
 LOAD_SECONDS = 3600.0  # a worker started here is watched: this bounds a load that hangs. A first start downloads
+
+
+class LinkFactory(Protocol):
+    """What makes the link to a worker: `Link` itself, or one that behaves otherwise (orchestrator/emulated_link.py)."""
+
+    def __call__(self, address: str, *, name: str) -> Link: ...
 
 
 class Peer:
@@ -36,7 +42,7 @@ class Peer:
         self.lost: asyncio.Task[SpecdecError]
 
     @classmethod
-    async def start(cls, role: str, place: Place, config: RuntimeConfig) -> Peer:
+    async def start(cls, role: str, place: Place, config: RuntimeConfig, link: LinkFactory = Link) -> Peer:
         """Start (or attach to) one worker and shake hands; raises with one clear line, leaving nothing behind."""
         folder: Path | None = None
         process: WorkerProcess | None = None
@@ -50,7 +56,7 @@ class Peer:
             except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
-        peer = cls(role, Link(address, name=f"{role} worker"), process, folder)
+        peer = cls(role, link(address, name=f"{role} worker"), process, folder)
         try:
             peer.welcome = await peer._connect(LOAD_SECONDS if process is not None else config.connect_timeout)
         except BaseException:

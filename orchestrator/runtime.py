@@ -18,12 +18,13 @@ from orchestrator.config import RuntimeConfig
 from orchestrator.draft_pool import DraftPool
 from orchestrator.errors import UsageError, WorkerFault
 from orchestrator.lane import Lane, check_offered, negotiated_codec
-from orchestrator.peer import Peer
+from orchestrator.peer import LinkFactory, Peer
 from orchestrator.request import FinishReason, GenerateOptions, Request
 from orchestrator.round import Rounds
 from orchestrator.stats import RequestStats, TraceSink
 from orchestrator.text import TextCodec
 from protocol.errors import LinkError, ProtocolError
+from protocol.link import Link
 from protocol.messages import GetTokenizer
 
 logger = logging.getLogger(__name__)
@@ -74,15 +75,18 @@ class Chunk:
 class Runtime:
     """Two workers and the requests over them. Not thread-safe: one event loop owns it."""
 
-    def __init__(self, config: RuntimeConfig | None = None, **fields: Any) -> None:
-        """`Runtime(gamma=8)` is short for `Runtime(RuntimeConfig(gamma=8))`. Raises UsageError on a bad field."""
+    def __init__(self, config: RuntimeConfig | None = None, *, draft_link: LinkFactory = Link, **fields: Any) -> None:
+        """`Runtime(gamma=8)` is short for `Runtime(RuntimeConfig(gamma=8))`. Raises UsageError on a bad field.
+
+        `draft_link` makes the link to the draft worker.
+        """
         if config is not None and fields:
             raise UsageError("give Runtime a RuntimeConfig or its fields, not both")
         try:
             self.config = config if config is not None else RuntimeConfig(**fields)
         except TypeError as error:
             raise UsageError(f"unknown Runtime field: {error}") from error
-        self._drafts = DraftPool(self.config)
+        self._drafts = DraftPool(self.config, draft_link)
         self._target: Peer | None = None
         self._text: TextCodec | None = None
         self._ids = itertools.count(1)
