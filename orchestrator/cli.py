@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from orchestrator.bench.options import bench_options
 from orchestrator.errors import SpecdecError
 from orchestrator.options import GENERATE_FIELDS, generate_options, runtime_config, runtime_options
 from orchestrator.request import GenerateOptions
@@ -70,6 +71,27 @@ def generate(
     def job() -> Coroutine[Any, Any, int]:
         options = GenerateOptions(**{name: context.params[name] for name in GENERATE_FIELDS})
         return run_generate(GenerateJob(runtime_config(context), options, prompt, raw, as_json, trace))
+
+    _run(context, job)
+
+
+@main.command(
+    help="Measure speculative against target-only decoding, interleaved in the same processes, on PROMPT_FILEs: "
+    'Spec-Bench questions (their first turns), {"prompt": …} lines, or, without a file, the prompts that ship with it.'
+)
+@click.argument("prompt_files", nargs=-1, metavar="[PROMPT_FILE]...")
+@bench_options
+@runtime_options
+@click.pass_context
+def bench(context: click.Context, /, prompt_files: tuple[str, ...], **flags: Any) -> None:
+    from orchestrator.bench.command import BenchJob, run_bench
+
+    names = ("concurrency", "requests", "synthetic", "gammas", "json_file", "plot_file", "trace_file")
+
+    def job() -> Coroutine[Any, Any, int]:
+        options = GenerateOptions(**{name: context.params[name] for name in GENERATE_FIELDS})
+        own = {name: flags[name] for name in names}
+        return run_bench(BenchJob(runtime_config(context), options, prompt_files, **own))
 
     _run(context, job)
 
