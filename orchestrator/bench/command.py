@@ -171,7 +171,7 @@ def _result(plan: Plan, groups: Sequence[Mapping[Mode, Batch]], *, overlap: bool
 
 
 def _notes(results: Sequence[Mapping[str, Any]], left_out: int, report: Mapping[str, Any]) -> list[str]:
-    notes = ["Each pair: the same prompts in both modes, in turn, in the same processes. A warm-up pair isn't counted."]
+    notes = ["Pairs run the same prompts in both modes, in the same processes. A first, warm-up pair isn't counted."]
     whole = sum(result["whole_batches"] for result in results)
     if whole:
         notes.append(f"{whole} batches count from first to last token: a stream ended too early for a steady part.")

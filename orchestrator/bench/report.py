@@ -69,7 +69,7 @@ def _rounds(result: Result, *, overlap: bool) -> Table:
         "γ": f"{result['gamma']:.2f} draft tokens a block; chosen {_chosen(result['gamma_chosen'])}",
         "c, v": f"{result['c']:.3f}, {result['v']:.3f} (a target step is {result['target_step_ms']:.2f} ms, "
         f"a draft step {result['draft_step_ms']:.2f} ms)",
-        "r": f"{result['r_ms']:.2f} ms a round" + _waiting(result),
+        "r": f"{result['r_ms']:.2f} ms a round, {result['target_only_r_ms']:.2f} ms target only{_waiting(result)}",
         "hit share h": f"{result['hit_share']:.3f} of {result['branches']:.1f} branches a round"
         if result["branches"]
         else "no branches",
@@ -97,4 +97,4 @@ def _chosen(histogram: Mapping[str, int]) -> str:
 
 
 def _waiting(result: Result) -> str:
-    return ", waiting for the other requests in it" if result["concurrency"] > 1 else ""
+    return " (waits for other requests in it)" if result["concurrency"] > 1 else ""

@@ -39,6 +39,7 @@ class Costs:
     v: float  # over the rounds that had a block
     v_by_gamma: dict[int, float]
     r_seconds: float
+    plain_r_seconds: float  # the same of a target-only round; the formula takes it as 0
 
     @property
     def r(self) -> float:
@@ -72,6 +73,7 @@ def costs(plain: Sequence[Sample], speculative: Sequence[Sample]) -> Costs:
         v=_ratio(median(one.verify_seconds for one in blocks), step),
         v_by_gamma={g: _ratio(median(seconds), step) for g, seconds in by_gamma.items()},
         r_seconds=median(one.wall - one.verify_seconds - one.draft_seconds for one in blocks),
+        plain_r_seconds=median(one.wall - one.verify_seconds for one in plain),
     )
 
 
@@ -135,6 +137,7 @@ def describe(concurrency: int, pairs: Pairs, *, overlap: bool) -> dict[str, Any]
         "v": cost.v,
         "v_by_gamma": {str(g): v for g, v in cost.v_by_gamma.items()},
         "r_ms": cost.r_seconds * 1e3,
+        "target_only_r_ms": cost.plain_r_seconds * 1e3,
         "target_step_ms": cost.step_seconds * 1e3,
         "draft_step_ms": cost.draft_step_seconds * 1e3,
         "hit_share": _ratio(sum(one.hit for one in asked), len(asked)),

@@ -37,7 +37,7 @@ def stream(samples: Sequence[Sample], started: float = 0.0, tokens: Sequence[int
 
 def plain_stream(count: int = 13, category: str = "") -> Stream:
     """A token every 0.2 s, of which the target computes 0.16."""
-    return stream([step(0.2 * n, verify_seconds=0.16) for n in range(1, count + 1)], category=category)
+    return stream([step(0.2 * n, wall=0.19, verify_seconds=0.16) for n in range(1, count + 1)], category=category)
 
 
 def fast_stream(category: str = "") -> Stream:
@@ -102,7 +102,7 @@ def test_costs_by_hand() -> None:
     found = costs(plain, blocks)
     assert found.step_seconds == 0.16 and found.c == pytest.approx(0.02 / 0.16) and found.v == pytest.approx(1.25)
     assert found.r_seconds == pytest.approx(0.3 - 0.2 - 0.08) and found.r == pytest.approx(0.125)
-    assert found.v_by_gamma == {4: pytest.approx(1.25)}
+    assert found.plain_r_seconds == pytest.approx(0.03) and found.v_by_gamma == {4: pytest.approx(1.25)}
 
 
 def test_costs_where_every_block_was_a_branch() -> None:
@@ -115,7 +115,7 @@ def test_costs_where_every_block_was_a_branch() -> None:
 
 def test_prediction() -> None:
     """The two forms; rounds without a block bring one token in one step each."""
-    cost = Costs(0.1, 0.01, c=0.1, v=1.1, v_by_gamma={}, r_seconds=0.002)
+    cost = Costs(0.1, 0.01, c=0.1, v=1.1, v_by_gamma={}, r_seconds=0.002, plain_r_seconds=0.0)
     all_blocks = Rounds(3.36, 0.8, 4.0, block_share=1.0, branch_share=0.75, accepted_per_position=[])
     assert predicted(all_blocks, cost, overlap=False) == pytest.approx(3.36 / (1.1 + 0.4 + 0.02))
     overlapped = overlapped_speedup(3.36, v=1.1, gamma=4.0, c=0.1, r=0.02, h=0.75)
