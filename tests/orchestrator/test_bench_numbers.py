@@ -95,6 +95,8 @@ def test_rounds_by_hand() -> None:
     assert found.alpha == pytest.approx(8 / 11)
     assert found.tau == 3.0 and found.gamma == 4.0 and found.block_share == 0.8
     assert found.accepted_per_position == [0.75, 0.5, 0.5, 0.25]
+    of_two_lengths = [step(1.0, drafted=1, accepted=1), step(2.0, drafted=3, accepted=2)]
+    assert rounds(of_two_lengths).accepted_per_position == [1.0, 1.0, 0.0]  # only one of them had a second token
 
 
 def test_costs_by_hand() -> None:
