@@ -1,0 +1,181 @@
+"""What speculation is worth, and online estimates of what it costs. Pure: standard library only, no clock, no request.
+
+Words as in the design: τ tokens a round, v verify pass, c draft step, r orchestration and network, h hit share; times
+in target steps (one pass of one position) unless a name says seconds.
+"""
+
+from __future__ import annotations
+
+import math
+
+MAX_HIT_SHARE = 0.97  # some outcomes are never guessed, whatever the width
+# Branches for each equally likely fork at which half of the outcomes are guessed. Fitted to simulated pairs (α .8,
+# γ 6 to 8): 8 branches hit .6 of the outcomes, 32 hit .85.
+BRANCHES_PER_FORK = 0.75
+
+
+def expected_tokens(alpha: float, gamma: float) -> float:
+    """τ = 1 + α + … + α^γ = (1 - α^(γ+1)) / (1 - α): mean tokens a round at constant acceptance α in [0, 1].
+
+    Counts the correction or bonus: in [1, γ + 1]. Fractions of γ >= 0 interpolate. Source: Leviathan et al. 2023,
+    equation 1.
+    """
+    if alpha > 1 - 1e-9:  # the closed form is 0 / 0 at 1
+        return gamma + 1.0
+    return (1 - math.pow(alpha, gamma + 1)) / (1 - alpha)
+
+
+def speedup(tau: float, *, v: float, gamma: float, c: float, r: float) -> float:
+    """S = τ / (v + γc + r): over plain decoding, draft and target taking turns. Leviathan et al. 2023: v = 1, r = 0."""
+    return tau / (v + gamma * c + r)
+
+
+def overlapped_speedup(
+    tau: float, *, v: float, gamma: float, c: float, r: float, h: float, branch: float = 0.0
+) -> float:
+    """S where a share h of the rounds finds its block drafted, in a run of `branch` target steps behind the last pass.
+
+    τ / (h·max(v, branch) + (1 - h)(v + γc) + r): a run that outlasts the pass delays a hit; a miss interrupts it.
+    """
+    return tau / (h * max(v, branch) + (1 - h) * (v + gamma * c) + r)
+
+
+def forks(alpha: float, gamma: float) -> float:
+    """How many equally likely places the outcome's accepted count is worth: e^H, in [1, γ + 1].
+
+    H is the count's entropy in nats: each test is a coin of chance α, and τ(γ - 1) tests are made on average.
+    """
+    if not 0 < alpha < 1 or gamma < 1:
+        return 1.0
+    coin = -alpha * math.log(alpha) - (1 - alpha) * math.log1p(-alpha)
+    return math.exp(coin * expected_tokens(alpha, gamma - 1))
+
+
+def hit_share(width: float, alpha: float, gamma: float) -> float:
+    """h that `width` branches reach before what is observed corrects it; 0 at width 0. An empirical saturation."""
+    return width / (width + BRANCHES_PER_FORK * forks(alpha, gamma))
+
+
+class Line:
+    """y = a + b·x, a and b >= 0, learnt one observation at a time. y > 0 is a duration; x a count.
+
+    A Kalman filter on (a, b), whose spreads are relative to the scale of y. The slope starts at 0 and keeps its value
+    while only one x is seen, where least squares that forget would lose it and have to try again. An observation far
+    off is cut: a hiccup comes alone. The third in a row on one side is a change, and is believed.
+    """
+
+    NOISE = 0.15  # of one observation, relative: scheduling and clocks
+    DRIFT = 0.03  # of a from one observation to the next, relative: about ten observations are remembered
+    SLOPE = 0.3  # prior spread of b, in a a unit of x: a processor's pass may well cost this much for each position
+    SIGMAS = 3.0  # what is farther off is cut
+    ROW = 3
+
+    def __init__(self) -> None:
+        self.a = 0.0
+        self.b = 0.0
+        self._spread = (0.0, 0.0, 0.0)  # variances and covariance: aa, ab, bb
+        self._far = 0  # observations in a row beyond SIGMAS; the sign is their side
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was observed."""
+        return self._spread[0] > 0
+
+    @property
+    def doubtful(self) -> bool:
+        """The last observation was far off, and not believed yet."""
+        return self._far != 0
+
+    def at(self, x: float) -> float:
+        return self.a + self.b * x
+
+    def add(self, x: float, y: float) -> None:
+        """Learn from one observation; what is no positive finite duration is left out."""
+        if not (math.isfinite(y) and y > 0):
+            return
+        if not self.known:
+            self._start(y)
+        expected = self.at(x)
+        error = y - expected
+        aa, ab, bb = self._spread
+        aa += (self.DRIFT * expected) ** 2
+        variance = aa + 2 * x * ab + x * x * bb + (self.NOISE * expected) ** 2
+        limit = self.SIGMAS * math.sqrt(variance)
+        side = (error > limit) - (error < -limit)
+        self._far = self._far + side if side and side * self._far >= 0 else side
+        if abs(self._far) >= self.ROW:  # not a hiccup: begin again from here, with the slope in proportion
+            scale = y / expected
+            self._start(self.a * scale, self.b * scale)
+            return
+        error = max(-limit, min(limit, error))
+        gain_a, gain_b = (aa + x * ab) / variance, (ab + x * bb) / variance
+        self._spread = (
+            aa - gain_a * (aa + x * ab),
+            ab - gain_a * (ab + x * bb),
+            bb - gain_b * (ab + x * bb),
+        )
+        self.a, self.b = self._legal(x, self.a + gain_a * error, self.b + gain_b * error)
+
+    def _start(self, a: float, b: float = 0.0) -> None:
+        scale = a + b
+        self.a, self.b, self._far = a, b, 0
+        self._spread = (scale**2, 0.0, (self.SLOPE * scale) ** 2)
+
+    @staticmethod
+    def _legal(x: float, a: float, b: float) -> tuple[float, float]:
+        """a, b >= 0 with the same value at x."""
+        y = max(a + b * x, 0.0)
+        if b < 0:
+            return y, 0.0
+        if a < 0:
+            return 0.0, y / x if x else 0.0
+        return a, b
+
+
+class Mean:
+    """A duration's mean over about the last ten, robust as `Line` is. 0 while nothing was observed."""
+
+    def __init__(self) -> None:
+        self._line = Line()
+
+    @property
+    def known(self) -> bool:
+        return self._line.known
+
+    @property
+    def value(self) -> float:
+        return self._line.a
+
+    def add(self, y: float) -> None:
+        self._line.add(0.0, y)
+
+
+class Share:
+    """Σ part / Σ whole with old observations fading: an acceptance rate (a Beta's mean), or hits against expected ones.
+
+    `weight` is how much `whole` it counts for; `memory` the most that it grows to.
+    """
+
+    def __init__(self, value: float, weight: float, memory: float) -> None:
+        self._part = value * weight
+        self._whole = weight
+        self._memory = memory
+
+    @property
+    def value(self) -> float:
+        return self._part / self._whole
+
+    @property
+    def weight(self) -> float:
+        return self._whole
+
+    def add(self, part: float, whole: float) -> None:
+        keep = max(0.0, 1 - whole / self._memory)
+        self._part = keep * self._part + part
+        self._whole = keep * self._whole + whole
+
+    def fade(self, weight: float) -> None:
+        """Count for no more than `weight`: what was seen long ago may not hold any more."""
+        if self._whole > weight:
+            self._part *= weight / self._whole
+            self._whole = weight
