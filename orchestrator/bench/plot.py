@@ -20,7 +20,7 @@ from orchestrator.goodput import expected_tokens, overlapped_speedup, speedup
 
 Floats = npt.NDArray[np.float64]
 INCHES = (7.0, 4.4)
-STYLE = {
+STYLE: dict[Any, Any] = {  # Any: newer releases name every key in a type, older ones don't
     "font.size": 10,
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "bench",
@@ -51,13 +51,15 @@ class Curve:
     r: float
     v: Mapping[float, float]  # by γ, in target steps; 1 at γ = 0
     h: Mapping[float, float]  # by γ
+    branch: Mapping[float, float]  # by γ: the draft's run of branches behind a pass
 
     def at(self, gamma: float, *, overlap: bool) -> float:
         """The predicted speed-up."""
         tau = expected_tokens(self.alpha, gamma)
-        v = float(_interpolated(self.v, gamma))
+        v = _interpolated(self.v, gamma)
         if overlap:
-            return overlapped_speedup(tau, v=v, gamma=gamma, c=self.c, r=self.r, h=float(_interpolated(self.h, gamma)))
+            hidden = {"h": _interpolated(self.h, gamma), "branch": _interpolated(self.branch, gamma)}
+            return overlapped_speedup(tau, v=v, gamma=gamma, c=self.c, r=self.r, **hidden)
         return speedup(tau, v=v, gamma=gamma, c=self.c, r=self.r)
 
 
@@ -104,6 +106,7 @@ def _curve(summary: Mapping[str, Any]) -> Curve:
         r=float(np.median([result["r_ms"] / result["target_step_ms"] for result in blocks])) if blocks else 0.0,
         v=v,
         h={result["gamma"]: result["branch_share"] for result in blocks} or {0.0: 0.0},
+        branch={0.0: 0.0, **{result["gamma"]: result["branch_run"] for result in blocks}},
     )
 
 

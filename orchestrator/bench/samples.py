@@ -29,7 +29,8 @@ class Sample:
     bytes_sent: int = 0  # the block to the target
     branches: int | None = None  # branches that came while this block was in flight; None: not asked for
     branch_bytes: int = 0
-    branch_step_seconds: float = 0.0  # one pass of the draft with all branches
+    branch_seconds: float = 0.0  # the draft's run for them, of `branch_steps` passes with all branches in each
+    branch_steps: int = 0
     hit: bool = False  # the outcome of this round was among them
     last: bool = False  # the request ended with it
 
@@ -97,7 +98,8 @@ def sample(done: Round, at: float) -> Sample:
         bytes_sent=verified.bytes_sent,
         branches=None if branching is None else branching.width,
         branch_bytes=0 if branching is None else branching.bytes_received,
-        branch_step_seconds=0.0 if branching is None or not branching.steps else branching.seconds / branching.steps,
+        branch_seconds=0.0 if branching is None else branching.seconds,
+        branch_steps=0 if branching is None else branching.steps,
         hit=branching is not None and branching.hit,
         last=done.finish_reason is not None,
     )

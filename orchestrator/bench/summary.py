@@ -38,6 +38,7 @@ class Costs:
     c: float
     v: float  # over the rounds that had a block
     v_by_gamma: dict[int, float]
+    branch: float  # the draft's run of branches behind a pass
     r_seconds: float
     plain_r_seconds: float  # the same of a target-only round; the formula takes it as 0
 
@@ -63,7 +64,8 @@ def costs(plain: Sequence[Sample], speculative: Sequence[Sample]) -> Costs:
     step = median(one.verify_seconds for one in plain)
     blocks = [one for one in speculative if one.drafted]
     drafting = [one.draft_seconds / one.drafted for one in blocks if not one.from_branch]
-    drafting = drafting or [one.branch_step_seconds for one in speculative if one.branch_step_seconds]
+    runs = [one for one in speculative if one.branch_steps]
+    drafting = drafting or [one.branch_seconds / one.branch_steps for one in runs]
     lengths = sorted({one.drafted for one in blocks})
     by_gamma = {g: [one.verify_seconds for one in blocks if one.drafted == g] for g in lengths}
     return Costs(
@@ -72,6 +74,7 @@ def costs(plain: Sequence[Sample], speculative: Sequence[Sample]) -> Costs:
         c=_ratio(median(drafting), step),
         v=_ratio(median(one.verify_seconds for one in blocks), step),
         v_by_gamma={g: _ratio(median(seconds), step) for g, seconds in by_gamma.items()},
+        branch=_ratio(median(one.branch_seconds for one in runs), step),
         r_seconds=median(one.wall - one.verify_seconds - one.draft_seconds for one in blocks),
         plain_r_seconds=median(one.wall - one.verify_seconds for one in plain),
     )
@@ -101,7 +104,7 @@ def predicted(found: Rounds, cost: Costs, *, overlap: bool) -> float:
         return 1.0
     arguments = {"v": cost.v, "gamma": found.gamma, "c": cost.c, "r": cost.r}
     if overlap:
-        block = overlapped_speedup(found.tau, **arguments, h=found.branch_share)
+        block = overlapped_speedup(found.tau, **arguments, h=found.branch_share, branch=cost.branch)
     else:
         block = speedup(found.tau, **arguments)
     tokens = found.block_share * found.tau + 1 - found.block_share
@@ -136,6 +139,7 @@ def describe(concurrency: int, pairs: Pairs, *, overlap: bool) -> dict[str, Any]
         "c": cost.c,
         "v": cost.v,
         "v_by_gamma": {str(g): v for g, v in cost.v_by_gamma.items()},
+        "branch_run": cost.branch,
         "r_ms": cost.r_seconds * 1e3,
         "target_only_r_ms": cost.plain_r_seconds * 1e3,
         "target_step_ms": cost.step_seconds * 1e3,

@@ -45,7 +45,7 @@ def fast_stream(category: str = "") -> Stream:
     block = {"gamma": 4, "drafted": 4, "wall": 0.3, "verify_seconds": 0.2, "draft_seconds": 0.08, "bytes_sent": 1000}
     samples = [step(0.3)]
     for place, (accepted, emitted) in enumerate(((4, 5), (1, 2), (0, 1), (3, 4))):
-        asked = {"branches": 10, "branch_bytes": 4000, "branch_step_seconds": 0.03, "hit": place != 1}
+        asked = {"branches": 10, "branch_bytes": 4000, "branch_seconds": 0.15, "branch_steps": 5, "hit": place != 1}
         samples.append(step(0.6 + 0.3 * place, accepted=accepted, emitted=emitted, last=place == 3, **block, **asked))
     return stream(samples, category=category)
 
@@ -112,15 +112,16 @@ def test_costs_where_every_block_was_a_branch() -> None:
     hit = {"from_branch": True, "draft_seconds": 0.0, "wall": 0.21}
     blocks = [dataclasses.replace(one, **hit) for one in fast_stream().samples if one.drafted]
     found = costs(plain_stream().samples, blocks)
-    assert found.c == pytest.approx(0.03 / 0.16) and found.r_seconds == pytest.approx(0.01)
+    assert found.c == pytest.approx(0.03 / 0.16) and found.branch == pytest.approx(0.15 / 0.16)
+    assert found.r_seconds == pytest.approx(0.01)
 
 
 def test_prediction() -> None:
     """The two forms; rounds without a block bring one token in one step each."""
-    cost = Costs(0.1, 0.01, c=0.1, v=1.1, v_by_gamma={}, r_seconds=0.002, plain_r_seconds=0.0)
+    cost = Costs(0.1, 0.01, c=0.1, v=1.1, v_by_gamma={}, branch=1.2, r_seconds=0.002, plain_r_seconds=0.0)
     all_blocks = Rounds(3.36, 0.8, 4.0, block_share=1.0, branch_share=0.75, accepted_per_position=[])
     assert predicted(all_blocks, cost, overlap=False) == pytest.approx(3.36 / (1.1 + 0.4 + 0.02))
-    overlapped = overlapped_speedup(3.36, v=1.1, gamma=4.0, c=0.1, r=0.02, h=0.75)
+    overlapped = overlapped_speedup(3.36, v=1.1, gamma=4.0, c=0.1, r=0.02, h=0.75, branch=1.2)
     assert predicted(all_blocks, cost, overlap=True) == pytest.approx(overlapped)
     assert overlapped > speedup(3.36, v=1.1, gamma=4.0, c=0.1, r=0.02)
     half = dataclasses.replace(all_blocks, block_share=0.5)
