@@ -51,9 +51,9 @@ def forks(alpha: float, gamma: float) -> float:
     return math.exp(coin * expected_tokens(alpha, gamma - 1))
 
 
-def hit_share(width: float, alpha: float, gamma: float) -> float:
+def hit_share(width: float, forks: float) -> float:
     """h that `width` branches reach before what is observed corrects it; 0 at width 0. An empirical saturation."""
-    return width / (width + BRANCHES_PER_FORK * forks(alpha, gamma))
+    return width / (width + BRANCHES_PER_FORK * forks)
 
 
 class Line:
