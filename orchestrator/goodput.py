@@ -1,4 +1,4 @@
-"""What speculation is worth, and online estimates of what it costs. Pure: standard library only, no clock, no request.
+"""What speculation is worth, and online estimates of what it costs. Pure: no clock, no request.
 
 Words as in the design: τ tokens a round, v verify pass, c draft step, r orchestration and network, h hit share; times
 in target steps (one pass of one position) unless a name says seconds.
@@ -7,11 +7,16 @@ in target steps (one pass of one position) unless a name says seconds.
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
+Number = TypeVar("Number", float, npt.NDArray[np.float64])
 MAX_HIT_SHARE = 0.97  # some outcomes are never guessed, whatever the width
-# Branches for each equally likely fork at which half of the outcomes are guessed. Fitted to simulated pairs (α .8,
-# γ 6 to 8): 8 branches hit .6 of the outcomes, 32 hit .85.
-BRANCHES_PER_FORK = 0.75
+# Branches with which half of the outcomes are guessed: some for the token, more for each place that it may come at.
+# Fitted to simulated pairs (α .8, γ 6 to 8): 8 branches hit .6 of the outcomes, 32 hit .85.
+HALF_WIDTH, HALF_WIDTH_PER_FORK = 2.0, 0.5
 
 
 def expected_tokens(alpha: float, gamma: float) -> float:
@@ -51,15 +56,15 @@ def forks(alpha: float, gamma: float) -> float:
     return math.exp(coin * expected_tokens(alpha, gamma - 1))
 
 
-def hit_share(width: float, forks: float) -> float:
+def hit_share(width: Number, forks: Number) -> Number:
     """h that `width` branches reach before what is observed corrects it; 0 at width 0. An empirical saturation."""
-    return width / (width + BRANCHES_PER_FORK * forks)
+    return width / (width + HALF_WIDTH + HALF_WIDTH_PER_FORK * forks)
 
 
 class Line:
     """y = a + b·x, a and b >= 0, learnt one observation at a time. y > 0 is a duration; x a count.
 
-    A Kalman filter on (a, b), whose spreads are relative to the scale of y. The slope starts at 0 and keeps its value
+    A Kalman filter on (a, b), whose spreads are relative to the scale of y. The slope starts small and keeps its value
     while only one x is seen, where least squares that forget would lose it and have to try again. An observation far
     off is cut: a hiccup comes alone. The third in a row on one side is a change, and is believed.
     """
@@ -67,6 +72,7 @@ class Line:
     NOISE = 0.15  # of one observation, relative: scheduling and clocks
     DRIFT = 0.03  # of a from one observation to the next, relative: about ten observations are remembered
     SLOPE = 0.3  # prior spread of b, in a a unit of x: a processor's pass may well cost this much for each position
+    GUESS = 0.03  # b before a second x was seen, relative to a: enough to be careful far from the first
     SIGMAS = 3.0  # what is farther off is cut
     ROW = 3
 
@@ -94,7 +100,8 @@ class Line:
         if not (math.isfinite(y) and y > 0):
             return
         if not self.known:
-            self._start(y)
+            a = y / (1 + self.GUESS * x)
+            self._start(a, self.GUESS * a)
         expected = self.at(x)
         error = y - expected
         aa, ab, bb = self._spread
@@ -116,7 +123,7 @@ class Line:
         )
         self.a, self.b = self._legal(x, self.a + gain_a * error, self.b + gain_b * error)
 
-    def _start(self, a: float, b: float = 0.0) -> None:
+    def _start(self, a: float, b: float) -> None:
         scale = a + b
         self.a, self.b, self._far = a, b, 0
         self._spread = (scale**2, 0.0, (self.SLOPE * scale) ** 2)
@@ -153,13 +160,17 @@ class Mean:
 class Share:
     """Σ part / Σ whole with old observations fading: an acceptance rate (a Beta's mean), or hits against expected ones.
 
-    `weight` is how much `whole` it counts for; `memory` the most that it grows to.
+    `weight` is how much `whole` it counts for, at most `memory`. Where the last ten or so disagree with all the others,
+    they are right: what is measured has changed.
     """
 
+    QUICK = 10.0
+    APART = 0.35  # three standard deviations of the last ten, at a rate of one half
+
     def __init__(self, value: float, weight: float, memory: float) -> None:
-        self._part = value * weight
-        self._whole = weight
         self._memory = memory
+        self._part, self._whole = value * weight, weight
+        self._quick = value
 
     @property
     def value(self) -> float:
@@ -170,9 +181,14 @@ class Share:
         return self._whole
 
     def add(self, part: float, whole: float) -> None:
+        if whole <= 0:
+            return
         keep = max(0.0, 1 - whole / self._memory)
         self._part = keep * self._part + part
         self._whole = keep * self._whole + whole
+        self._quick += (part / whole - self._quick) * min(1.0, whole / self.QUICK)
+        if abs(self._quick - self.value) > self.APART * max(1.0, self.value):
+            self._part, self._whole = self._quick * self.QUICK, self.QUICK
 
     def fade(self, weight: float) -> None:
         """Count for no more than `weight`: what was seen long ago may not hold any more."""

@@ -8,21 +8,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
+import numpy as np
+import numpy.typing as npt
+
 from orchestrator.goodput import MAX_HIT_SHARE, Line, Mean, Share, expected_tokens, forks, hit_share
+
+Counts = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 MAX_AUTO = 16  # τ at α .9 is within a fifth of its limit there, and the time lost on a wrong guess stays bounded
 WIDTHS = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-COLD_GAMMA, COLD_WIDTH = 4, 16  # while nothing was measured
+COLD_GAMMA, COLD_WIDTH = 2, 16  # while nothing was measured
 COLD_ALPHA, COLD_WEIGHT = 0.7, 4.0  # what a draft is taken for, and how many tokens against it change that
-MEMORY = 50.0  # tested tokens, or hits, that an estimate is made of
+MEMORY = 200.0  # tested tokens, or hits, that an estimate is made of
 FADED = 2.0  # tested tokens that an α which isn't tested any more still counts for
 MARGIN = 1.02  # speculating for less gain than this isn't worth the risk of a wrong estimate
-WIDER = 1.002  # and a wider run, or a longer block, has to gain something
+CLOSE = 0.997  # fewer branches that come as close to the most goodput as this are preferred
 TOLERANCE = 0.05  # costs that moved by less leave the plan as it is: working it out takes most of a millisecond
 UNSEEN = 0.01  # nor do such shares of a target step matter
 FIRST_WAIT, LAST_WAIT = 16, 128  # rounds before what was given up is tried again, doubling
 TRY_COST = 0.01  # share of the time that tries may take
-TRY_WIDTH = 8
+TRY_GAMMA, TRY_WIDTH = 1, 8
 NEWS = 0.1  # a try that raises α by more is followed by another at once
 LATE = 3.0  # a block that takes so many times what is expected is late
 MIN_DEADLINE = 0.05  # seconds; below it, scheduling noise alone would leave rows without their block
@@ -54,6 +60,11 @@ class Costs:
     def known(self) -> bool:
         return self.target.known and self.draft.known
 
+    def try_excess(self) -> float:
+        """What a block of TRY_GAMMA costs, in rounds without one."""
+        block = TRY_GAMMA * (self.draft.at(1) + self.target.b) + self.draft_trip.value
+        return block / (self.target.at(1) + self.target_trip.value)
+
     def summary(self) -> tuple[float, ...]:
         """What the plans depend on; times in target steps."""
         step = self.target.at(1)
@@ -62,96 +73,57 @@ class Costs:
         return (*(time / step for time in times), *shares)
 
 
-class Outlook:
-    """Tokens a second of every choice, for one request of acceptance α among `active` ones. One round of its takes
+def goodput(costs: Costs, active: int, alpha: float, scale: float, gammas: Counts, widths: Counts) -> Floats:
+    """Tokens a second of all `active` requests, as one of them chooses: [width, γ, γ'].
 
-    - hit:  max(pass + trip to the target, branch run + trip to the draft)
-    - miss: pass + γ draft steps + both trips, and half a wide step where the branch run is still going on
+    Its α, and its hits against those expected. A block has γ tokens if drafted now, γ' if in one of `width` branches
+    drafted while the block before was verified. From when a block is sent, until the next one
 
-    and no less than the target needs for a round of everybody. The others' tokens count too: each position more in
-    the pass slows them.
+    - is there, at a hit: max(pass + trip to the target, (γ' + 1) wide steps + trip to the draft)
+    - has to be drafted, at a miss: pass + trip, and half a wide step where the run goes on; then γ steps + trip
+
+    and a round takes no less than the target needs for everybody's. What a row adds to the pass slows the others down.
     """
+    rows = max(1.0, costs.together.value * active)  # of a pass, and of a draft step
+    others, row = active - 1, costs.positions.value
+    to_draft, to_target = costs.draft_trip.value, costs.target_trip.value
+    tau = np.array([expected_tokens(alpha, gamma) for gamma in gammas])  # [γ]
+    target, draft = costs.target, costs.draft
+    verify = target.a + target.b * ((rows - 1) * row + gammas + 1) + to_target  # [γ]
+    step = draft.a + draft.b * (rows + others * widths)  # [width], together with the others' branches
+    wide = draft.a + draft.b * active * widths  # [width]
+    run = wide[:, None] * (gammas + 1)  # [width, γ']
 
-    def __init__(self, costs: Costs, active: int, alpha: float, scale: float, longest: int) -> None:
-        self._costs = costs
-        self._active = active
-        self._scale = scale
-        self._rows = max(1.0, costs.together.value * active)
-        gammas = range(longest + 1)
-        self._tau = [expected_tokens(alpha, gamma) for gamma in gammas]
-        self._forks = [forks(alpha, gamma) for gamma in gammas]
+    guessed = scale * hit_share(widths[:, None].astype(float), np.array([forks(alpha, gamma) for gamma in gammas]))
+    guessed = np.minimum(guessed, MAX_HIT_SHARE)  # [width, γ of the block in flight]
+    after_miss, after_hit = guessed[:, :, None], guessed[:, None, :]
+    h = after_miss / (1 - after_hit + after_miss) * (gammas > 0)  # of the blocks: the next is γ' at a hit, γ at a miss
 
-    def _h(self, gamma: int, width: int) -> float:
-        return min(MAX_HIT_SHARE, self._scale * hit_share(width, self._forks[gamma]))
-
-    def step(self, width: int) -> float:
-        """A draft step of the blocks asked for together, and the others' branches, `width` each."""
-        return self._costs.draft.at(self._rows + (self._active - 1) * width)
-
-    def verify(self, gamma: float) -> float:
-        """A pass with this request's block in it, and the trip."""
-        others = (self._rows - 1) * self._costs.positions.value
-        return self._costs.target.at(others + gamma + 1) + self._costs.target_trip.value
-
-    def hit(self, gamma: int, width: int) -> float:
-        run = (gamma + 1) * self._costs.draft.at(self._active * width)
-        return max(self.verify(gamma), run + self._costs.draft_trip.value)
-
-    def miss(self, gamma: int, branch_gamma: int, width: int) -> float:
-        seconds = self.verify(gamma)
-        if width:
-            wide = self._costs.draft.at(self._active * width)
-            if (branch_gamma + 1) * wide > seconds:
-                seconds += wide / 2  # a step isn't left half done
-        if gamma:
-            seconds += gamma * self.step(width) + self._costs.draft_trip.value
-        return seconds
-
-    def goodput(self, gamma: int, branch_gamma: int, width: int) -> float:
-        """Tokens a second of all active requests."""
-        h = 0.0
-        if width and branch_gamma:  # after a hit a block of γ' is in flight, after a miss one of γ
-            h = self._h(gamma, width)
-            h /= 1 - self._h(branch_gamma, width) + h
-        tokens, length, seconds = self._tau[gamma], float(gamma), self.miss(gamma, branch_gamma, width)
-        if h:
-            tokens += h * (self._tau[branch_gamma] - tokens)
-            length += h * (branch_gamma - gamma)
-            seconds += h * (self.hit(branch_gamma, width) - seconds)
-        if self._active == 1:
-            return tokens / seconds
-        costs, others = self._costs, self._active - 1
-        positions = others * costs.positions.value + length + 1
-        cycle = costs.target.a * self._active / self._rows + costs.target.b * positions
-        typical = max(0.0, costs.positions.value - 1) * self.step(width) + costs.draft_trip.value
-        return tokens / max(cycle, seconds) + others * costs.tokens.value / max(cycle, self.verify(length) + typical)
+    late = np.maximum(0.0, (run + to_draft)[:, None, :] - verify[:, None])  # [width, γ in flight, γ']
+    goes_on = (late > 0) * (widths > 0)[:, None, None]
+    half = goes_on * (wide / 2)[:, None, None]  # a step isn't left half done
+    wait = verify[:, None] + after_miss * late + (1 - after_miss) * half
+    drafting = gammas * step[:, None] + to_draft * (gammas > 0)  # [width, γ]
+    same = np.einsum("wgg->wg", wait)[:, None, :]  # γ' in flight, and asked for again
+    seconds = h * same + (1 - h) * (wait + drafting[:, :, None])
+    tokens: Floats = h * tau + (1 - h) * tau[:, None]
+    if not others:
+        return np.asarray(tokens / seconds)
+    length = h * gammas + (1 - h) * gammas[:, None]
+    cycle = target.a * active / rows + target.b * (others * row + length + 1)
+    theirs = verify[0] + target.b * (length - gammas[0]) + max(0.0, row - 1) * step[:, None, None] + to_draft
+    rate = tokens / np.maximum(cycle, seconds)
+    return np.asarray(rate + others * costs.tokens.value / np.maximum(cycle, theirs))
 
 
-def best_plan(outlook: Outlook, active: int, gammas: tuple[int, ...], widths: tuple[int, ...]) -> Plan:
-    """The choice of most goodput: γ and width together, then γ' and γ apart, each to the least that reaches it."""
-    best, most = Plan(gammas[0], gammas[0], 0), outlook.goodput(gammas[0], gammas[0], 0)
-    bar = MARGIN if gammas[0] == 0 else WIDER
-
-    def consider(gamma: int, branch_gamma: int, width: int) -> None:
-        nonlocal best, most, bar
-        found = outlook.goodput(gamma, branch_gamma, width)
-        if found > most * bar:
-            best, most, bar = Plan(gamma, branch_gamma, width), found, WIDER
-
-    each = sorted({width // active for width in widths})
-    for width in each:
-        for gamma in gammas:
-            consider(gamma, gamma, width)
-    if 0 not in gammas:
-        return best
-    for width in each[1:]:  # a draft too slow to wait for may still run behind plain decoding
-        for branch_gamma in gammas:
-            consider(0, branch_gamma, width)
-    for branch_gamma in gammas:
-        consider(best.gamma, branch_gamma, best.width)
-    for gamma in gammas:
-        consider(gamma, best.branch_gamma, best.width)
-    return best
+def best_plan(found: Floats, gammas: Counts, widths: Counts) -> Plan:
+    """The choice of most goodput [width, γ, γ']: the best blocks at the narrowest width that comes close to it."""
+    if gammas[0] == 0:
+        found[0, 0] *= MARGIN
+    reached = found.max(axis=(1, 2))
+    width = int(np.argmax(reached >= CLOSE * reached.max()))
+    gamma, branch_gamma = (int(gammas[place]) for place in np.unravel_index(int(found[width].argmax()), found[0].shape))
+    return Plan(gamma, branch_gamma if width else gamma, int(widths[width]))
 
 
 class Retry:
@@ -181,14 +153,14 @@ class Pacer:
 
     def __init__(self, gamma: int | None, overlap: bool) -> None:
         self.costs = Costs()
-        self.alpha = Share(COLD_ALPHA, COLD_WEIGHT, 2 * MEMORY)
-        self.scale = Share(1.0, COLD_WEIGHT, 2 * MEMORY)
+        self.alpha = Share(COLD_ALPHA, COLD_WEIGHT, MEMORY)
+        self.scale = Share(1.0, COLD_WEIGHT, MEMORY)
         self.active = 0
         self.waited = 0  # rounds at γ = 0 since anybody's last block: requests too short to wait carry on from there
         self.gamma = gamma
         self.overlap = overlap
-        self._gammas = tuple(range(MAX_AUTO + 1)) if gamma is None else (gamma,)
-        self._widths = WIDTHS if overlap else (0,)
+        self._gammas = np.arange(MAX_AUTO + 1) if gamma is None else np.array([gamma])
+        self._widths = np.array(WIDTHS if overlap and gamma != 0 else (0,))
         self._plans: dict[tuple[int, int], Plan] = {}
         self._plans_for: tuple[float, ...] = ()
 
@@ -219,20 +191,18 @@ class Pacer:
         """The best for a request of these estimates; kept while costs stay as they are."""
         if not self.costs.known:
             gamma = COLD_GAMMA if self.gamma is None else self.gamma
-            return Plan(gamma, gamma, COLD_WIDTH // max(1, self.active) if self._widths[-1] and gamma else 0)
+            return Plan(gamma, gamma, COLD_WIDTH // max(1, self.active) if len(self._widths) > 1 else 0)
         summary = (self.active, *self.costs.summary())
         if not self._plans_for or any(
             abs(now - then) > TOLERANCE * then + UNSEEN for now, then in zip(summary, self._plans_for, strict=True)
         ):
             self._plans, self._plans_for = {}, summary
-        key = (round(50 * alpha), round(20 * scale))
+        key = (round(100 * alpha), round(20 * scale))
         if key not in self._plans:
-            outlook = self.outlook(key[0] / 50, key[1] / 20)
-            self._plans[key] = best_plan(outlook, self.active, self._gammas, self._widths)
+            widths = np.unique(self._widths // self.active)  # the draft's rows are shared out
+            found = goodput(self.costs, self.active, key[0] / 100, key[1] / 20, self._gammas, widths)
+            self._plans[key] = best_plan(found, self._gammas, widths)
         return self._plans[key]
-
-    def outlook(self, alpha: float, scale: float) -> Outlook:
-        return Outlook(self.costs, self.active, alpha, scale, max(self._gammas))
 
     def deadline(self, gamma: int) -> float | None:
         """Seconds after which a row goes on without its block; None for a γ that was asked for, or unmeasured."""
@@ -273,13 +243,10 @@ class Pace:
         return replace(found, deadline=pacer.deadline(found.gamma))
 
     def _try_gamma(self, found: Plan) -> Plan:
-        outlook = self._pacer.outlook(self.alpha, self._scale.value)
-        gamma = 1
-        excess = outlook.miss(gamma, gamma, 0) / outlook.miss(0, 0, 0) - expected_tokens(self.alpha, gamma)
-        if not self._gamma_retry.due(excess):
+        if not self._gamma_retry.due(self._pacer.costs.try_excess()):
             return found
         self._trying = (self._gamma_retry, self.alpha)
-        return Plan(gamma, gamma, 0)
+        return Plan(TRY_GAMMA, TRY_GAMMA, 0)
 
     def _try_width(self, found: Plan) -> Plan:
         width = TRY_WIDTH // self._pacer.active
