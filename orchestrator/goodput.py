@@ -69,14 +69,14 @@ class Line:
     off is cut: a hiccup comes alone. The third in a row on one side is a change, and is believed.
     """
 
-    NOISE = 0.15  # of one observation, relative: scheduling and clocks
     DRIFT = 0.03  # of a from one observation to the next, relative: about ten observations are remembered
     SLOPE = 0.3  # prior spread of b, in a a unit of x: a processor's pass may well cost this much for each position
     GUESS = 0.03  # b before a second x was seen, relative to a: enough to be careful far from the first
     SIGMAS = 3.0  # what is farther off is cut
     ROW = 3
 
-    def __init__(self) -> None:
+    def __init__(self, noise: float = 0.15) -> None:
+        self._noise = noise  # of one observation, relative: scheduling and clocks
         self.a = 0.0
         self.b = 0.0
         self._spread = (0.0, 0.0, 0.0)  # variances and covariance: aa, ab, bb
@@ -106,7 +106,7 @@ class Line:
         error = y - expected
         aa, ab, bb = self._spread
         aa += (self.DRIFT * expected) ** 2
-        variance = aa + 2 * x * ab + x * x * bb + (self.NOISE * expected) ** 2
+        variance = aa + 2 * x * ab + x * x * bb + (self._noise * expected) ** 2
         limit = self.SIGMAS * math.sqrt(variance)
         side = (error > limit) - (error < -limit)
         self._far = self._far + side if side and side * self._far >= 0 else side
@@ -143,7 +143,7 @@ class Mean:
     """A duration's mean over about the last ten, robust as `Line` is. 0 while nothing was observed."""
 
     def __init__(self) -> None:
-        self._line = Line()
+        self._line = Line(noise=0.5)  # a trip may have a wait in it
 
     @property
     def known(self) -> bool:

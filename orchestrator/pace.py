@@ -19,7 +19,8 @@ Floats = npt.NDArray[np.float64]
 MAX_AUTO = 16  # τ at α .9 is within a fifth of its limit there, and the time lost on a wrong guess stays bounded
 WIDTHS = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 COLD_GAMMA, COLD_WIDTH = 2, 16  # while nothing was measured
-COLD_ALPHA, COLD_WEIGHT = 0.7, 4.0  # what a draft is taken for, and how many tokens against it change that
+COLD_ALPHA, COLD_WEIGHT = 0.7, 1.5  # what a draft is taken for; two tokens refused halve that: a bad one is found fast
+INHERITED = 4.0  # tokens that a new request takes the last ones' α for
 MEMORY = 200.0  # tested tokens, or hits, that an estimate is made of
 FADED = 2.0  # tested tokens that an α which isn't tested any more still counts for
 MARGIN = 1.02  # speculating for less gain than this isn't worth the risk of a wrong estimate
@@ -82,7 +83,7 @@ def goodput(costs: Costs, active: int, alpha: float, scale: float, gammas: Count
     - is there, at a hit: max(pass + trip to the target, (γ' + 1) wide steps + trip to the draft)
     - has to be drafted, at a miss: pass + trip, and half a wide step where the run goes on; then γ steps + trip
 
-    and a round takes no less than the target needs for everybody's. What a row adds to the pass slows the others down.
+    The trip to the target has the wait for its pass in it. What a row adds to the pass slows the others down.
     """
     rows = max(1.0, costs.together.value * active)  # of a pass, and of a draft step
     others, row = active - 1, costs.positions.value
@@ -107,13 +108,9 @@ def goodput(costs: Costs, active: int, alpha: float, scale: float, gammas: Count
     same = np.einsum("wgg->wg", wait)[:, None, :]  # γ' in flight, and asked for again
     seconds = h * same + (1 - h) * (wait + drafting[:, :, None])
     tokens: Floats = h * tau + (1 - h) * tau[:, None]
-    if not others:
-        return np.asarray(tokens / seconds)
-    length = h * gammas + (1 - h) * gammas[:, None]
-    cycle = target.a * active / rows + target.b * (others * row + length + 1)
-    theirs = verify[0] + target.b * (length - gammas[0]) + max(0.0, row - 1) * step[:, None, None] + to_draft
-    rate = tokens / np.maximum(cycle, seconds)
-    return np.asarray(rate + others * costs.tokens.value / np.maximum(cycle, theirs))
+    theirs = verify[0] + max(0.0, row - 1) * step[:, None, None] + to_draft  # a round of the others, but for what I add
+    length = h * (gammas - gammas[0]) + (1 - h) * (gammas - gammas[0])[:, None]
+    return np.asarray(tokens / seconds + others * costs.tokens.value / (theirs + target.b * length))
 
 
 def best_plan(found: Floats, gammas: Counts, widths: Counts) -> Plan:
@@ -217,8 +214,8 @@ class Pace:
 
     def __init__(self, pacer: Pacer) -> None:
         self._pacer = pacer
-        self._alpha = Share(pacer.alpha.value, COLD_WEIGHT, MEMORY)
-        self._scale = Share(pacer.scale.value, COLD_WEIGHT, MEMORY)
+        self._alpha = Share(pacer.alpha.value, min(INHERITED, pacer.alpha.weight), MEMORY)
+        self._scale = Share(pacer.scale.value, min(INHERITED, pacer.scale.weight), MEMORY)
         self._gamma_retry = Retry(pacer.waited)
         self._width_retry = Retry()
         self._trying: tuple[Retry, float] | None = None  # what this round tries again, and α before it
