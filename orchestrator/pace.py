@@ -23,8 +23,8 @@ COLD_ALPHA, COLD_WEIGHT = 0.7, 1.5  # what a draft is taken for; two tokens refu
 INHERITED = 4.0  # tokens that a new request takes the last ones' α for
 MEMORY = 200.0  # tested tokens, or hits, that an estimate is made of
 FADED = 2.0  # tested tokens that an α which isn't tested any more still counts for
-MARGIN = 1.02  # speculating for less gain than this isn't worth the risk of a wrong estimate
-CLOSE = 0.997  # fewer branches that come as close to the most goodput as this are preferred
+MARGIN = 0.02  # speculating for less gain than this isn't worth the risk of a wrong estimate
+CLOSE = 0.003  # fewer branches that come as close to the most goodput as this are preferred
 TOLERANCE = 0.05  # costs that moved by less leave the plan as it is: working it out takes most of a millisecond
 UNSEEN = 0.01  # nor do such shares of a target step matter
 FIRST_WAIT, LAST_WAIT = 16, 128  # rounds before what was given up is tried again, doubling
@@ -61,10 +61,11 @@ class Costs:
     def known(self) -> bool:
         return self.target.known and self.draft.known
 
-    def try_excess(self) -> float:
-        """What a block of TRY_GAMMA costs, in rounds without one."""
+    def try_excess(self, active: int) -> float:
+        """What a block of TRY_GAMMA costs, in rounds without one: with others, a missed pass."""
         block = TRY_GAMMA * (self.draft.at(1) + self.target.b) + self.draft_trip.value
-        return block / (self.target.at(1) + self.target_trip.value)
+        step = self.target.at(1) + self.target_trip.value
+        return max(block / step, float(active > 1))
 
     def summary(self) -> tuple[float, ...]:
         """What the plans depend on; times in target steps."""
@@ -106,19 +107,23 @@ def goodput(costs: Costs, active: int, alpha: float, scale: float, gammas: Count
     wait = verify[:, None] + after_miss * late + (1 - after_miss) * half
     drafting = gammas * step[:, None] + to_draft * (gammas > 0)  # [width, γ]
     same = np.einsum("wgg->wg", wait)[:, None, :]  # γ' in flight, and asked for again
-    seconds = h * same + (1 - h) * (wait + drafting[:, :, None])
+    away = wait + drafting[:, :, None]
+    if others:  # a row that drafts misses the others' next pass
+        away = np.maximum(away, (2 * (verify - to_target) * (gammas > 0))[:, None])
+    seconds = h * same + (1 - h) * away
     tokens: Floats = h * tau + (1 - h) * tau[:, None]
-    theirs = verify[0] + max(0.0, row - 1) * step[:, None, None] + to_draft  # a round of the others, but for what I add
-    length = h * (gammas - gammas[0]) + (1 - h) * (gammas - gammas[0])[:, None]
-    return np.asarray(tokens / seconds + others * costs.tokens.value / (theirs + target.b * length))
+    theirs = verify[0] - target.b * (gammas[0] + 1) + max(0.0, row - 1) * step[:, None, None] + to_draft
+    length = h * gammas + (1 - h) * gammas[:, None] + 1  # what I add to those of their passes that I'm in
+    theirs = theirs + target.b * length * np.minimum(1.0, theirs / seconds)
+    return np.asarray(tokens / seconds + others * costs.tokens.value / theirs)
 
 
-def best_plan(found: Floats, gammas: Counts, widths: Counts) -> Plan:
+def best_plan(found: Floats, active: int, gammas: Counts, widths: Counts) -> Plan:
     """The choice of most goodput [width, γ, γ']: the best blocks at the narrowest width that comes close to it."""
     if gammas[0] == 0:
-        found[0, 0] *= MARGIN
+        found[0, 0] *= 1 + MARGIN / active
     reached = found.max(axis=(1, 2))
-    width = int(np.argmax(reached >= CLOSE * reached.max()))
+    width = int(np.argmax(reached >= (1 - CLOSE / active) * reached.max()))
     gamma, branch_gamma = (int(gammas[place]) for place in np.unravel_index(int(found[width].argmax()), found[0].shape))
     return Plan(gamma, branch_gamma if width else gamma, int(widths[width]))
 
@@ -198,7 +203,7 @@ class Pacer:
         if key not in self._plans:
             widths = np.unique(self._widths // self.active)  # the draft's rows are shared out
             found = goodput(self.costs, self.active, key[0] / 100, key[1] / 20, self._gammas, widths)
-            self._plans[key] = best_plan(found, self._gammas, widths)
+            self._plans[key] = best_plan(found, self.active, self._gammas, widths)
         return self._plans[key]
 
     def deadline(self, gamma: int) -> float | None:
@@ -240,7 +245,7 @@ class Pace:
         return replace(found, deadline=pacer.deadline(found.gamma))
 
     def _try_gamma(self, found: Plan) -> Plan:
-        if not self._gamma_retry.due(self._pacer.costs.try_excess()):
+        if not self._gamma_retry.due(self._pacer.costs.try_excess(self._pacer.active)):
             return found
         self._trying = (self._gamma_retry, self.alpha)
         return Plan(TRY_GAMMA, TRY_GAMMA, 0)
