@@ -58,6 +58,14 @@ class Executor(Protocol):
         """Roll the row back to its first `length` tokens. ValueError beyond what it holds."""
         ...
 
+    def fork(self, row: int, length: int) -> int:
+        """A new row that holds the first `length` tokens of `row`; from then on neither knows of the other.
+
+        Copies what the model keeps of them, and runs nothing. RowError (ValueError) for an unknown row and beyond
+        what it holds; then nothing has been changed.
+        """
+        ...
+
     def close(self, row: int) -> None:
         """Forget the row."""
         ...
@@ -90,3 +98,9 @@ def check_truncate(row: int, held: int, length: int) -> None:
     """ValueError unless 0 <= length <= held."""
     if not 0 <= length <= held:
         raise RowError(row, f"cannot roll back to {length} tokens: it holds {held}")
+
+
+def check_fork(row: int, held: int, length: int) -> None:
+    """ValueError unless 0 <= length <= held."""
+    if not 0 <= length <= held:
+        raise RowError(row, f"cannot fork its first {length} tokens: it holds {held}")

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from execution.errors import RowError
-from execution.interface import check_truncate
+from execution.interface import check_fork, check_truncate
 
 _FIRST_COLUMNS = 256
 _FIRST_SLOTS = 1
@@ -114,6 +114,17 @@ class RowCache(Cache):  # type: ignore[misc]
         check_truncate(row, self._slots[slot].length, length)
         self._slots[slot].length = length
         self._clear(slot, length)
+
+    def fork(self, row: int, length: int) -> int:
+        """A new row with a copy of the first `length` columns."""
+        old = self._slot(row)
+        check_fork(row, self._slots[old].length, length)
+        fresh = self.open()
+        new = self._slot_of[fresh]
+        for block in self._blocks:
+            block[:, new, :, :length] = block[:, old, :, :length]
+        self._slots[new].length = self._slots[new].written = length
+        return fresh
 
     def close(self, row: int) -> None:
         """Free the row's slot, and move the last row into it so that the rows stay dense."""

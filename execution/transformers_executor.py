@@ -65,6 +65,9 @@ class TransformersExecutor:
     def truncate(self, row: int, length: int) -> None:
         self._cache.truncate(row, length)
 
+    def fork(self, row: int, length: int) -> int:
+        return self._cache.fork(row, length)
+
     def close(self, row: int) -> None:
         self._cache.close(row)
 

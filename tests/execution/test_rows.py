@@ -184,3 +184,40 @@ def test_half_precision_rows(dtype, make_config, some_tokens):
     for ours, alone in zip(batch, solo, strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours, alone, rtol=0, atol=2e-2)
+
+
+def test_a_fork_goes_on_as_its_row_would_have(family, make_pair, some_tokens):
+    """Also through growth of the slots, rows that move when others close, and the window's edge."""
+    pair = make_pair(family)
+    executor, plain = pair.executor, pair.plain
+    text, other = some_tokens(20, 1), some_tokens(7, 2)
+    row, stranger = executor.open(), executor.open()
+    executor.extend([Extension(row, text, 0), Extension(stranger, other, 0)])
+    cuts = [0, 1, 11, 12, 20]
+    texts = {executor.fork(row, cut): text[:cut] for cut in cuts}
+    assert [executor.length(fork) for fork in texts] == cuts and executor.length(row) == 20
+    texts |= {row: text[:], stranger: other[:]}
+    for step, gone in enumerate((stranger, row, next(iter(texts)))):  # each close moves the last row
+        batch = [Extension(one, some_tokens(2 + one % 3, 10 * step + one), 1) for one in texts]
+        for extension, logits in zip(batch, executor.extend(batch), strict=True):
+            texts[extension.row] += extension.tokens
+            same(logits, plain(texts[extension.row])[-1:])
+        executor.close(gone)
+        del texts[gone]
+        source = max(texts)
+        texts[executor.fork(source, 1)] = texts[source][:1]
+
+
+def test_forks_that_cannot_be_change_nothing(make_pair, some_tokens):
+    executor = make_pair().executor
+    row = executor.open()
+    executor.extend([Extension(row, some_tokens(5, 1), 0)])
+    before = executor._cache.capacity
+    for bad, length, text in (
+        (row, 6, "first 6 tokens: it holds 5"),
+        (row, -1, "first -1"),
+        (9, 0, "row 9: is not open"),
+    ):
+        with pytest.raises(RowError, match=text):
+            executor.fork(bad, length)
+    assert executor.length(row) == 5 and executor._cache.capacity == before and executor.open() == row + 1

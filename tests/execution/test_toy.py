@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from execution import load
-from execution.errors import ContextFull, ModelError
+from execution.errors import ContextFull, ModelError, RowError
 from execution.interface import Extension
 from execution.toy import ToyExecutor, toy_table
 
@@ -154,3 +155,59 @@ def test_failures_on_request(option, status):
         else:
             assert process.wait(timeout=60) == status
             assert (process.stdout.readline() == "second\n") == (status == 0)
+
+
+@pytest.mark.parametrize("state", ["table", "hash"])
+def test_a_fork_goes_on_as_its_row_would_have(state):
+    executor = ToyExecutor(f"toy:vocab=7,order=2,seed=2,state={state}")
+    row, straight = executor.open(), executor.open()
+    executor.extend([Extension(row, [1, 2, 3, 4, 5], 0), Extension(straight, [1, 2, 3], 0)])
+    want = executor.extend([Extension(straight, [6, 0, 6], 3)])[0]
+    forks = [executor.fork(row, 3) for _ in range(20)]  # more slots than there were
+    assert len({row, straight, *forks}) == 22 and [executor.length(fork) for fork in forks] == [3] * 20
+    assert executor.length(row) == 5
+    for found in executor.extend([Extension(fork, [6, 0, 6], 3) for fork in forks]):
+        assert torch.equal(found, want)
+    whole = executor.fork(row, 5)
+    executor.truncate(row, 1)  # the fork keeps what the row gives up
+    executor.close(row)
+    deeper = executor.fork(forks[0], 6)
+    executor.close(forks[0])
+    reused = executor.open()  # a closed row's slot
+    executor.extend([Extension(reused, [3] * 6, 0)])
+    for fork, text in ((whole, [1, 2, 3, 4, 5]), (deeper, [1, 2, 3, 6, 0, 6]), (executor.fork(whole, 0), [])):
+        solo = executor.open()
+        [expected] = executor.extend([Extension(solo, [*text, 4, 4], 2)])
+        assert torch.equal(executor.extend([Extension(fork, [4, 4], 2)])[0], expected)
+
+
+def test_forks_that_cannot_be_change_nothing():
+    executor = ToyExecutor("toy:vocab=7")
+    row = executor.open()
+    executor.extend([Extension(row, [1, 2], 0)])
+    for bad, length, text in (
+        (row, 3, "first 3 tokens: it holds 2"),
+        (row, -1, "first -1"),
+        (9, 0, "row 9: is not open"),
+    ):
+        with pytest.raises(RowError, match=text):
+            executor.fork(bad, length)
+    assert executor.length(row) == 2 and executor.open() == row + 1
+
+
+def test_hashes_of_pieces_equal_those_of_the_plain_recurrence():
+    executor, rng = ToyExecutor("toy:vocab=7,order=0,state=hash"), random.Random(1)
+    texts = {executor.open(): [] for _ in range(4)}
+    for _ in range(20):
+        batch = []
+        for row in rng.sample(sorted(texts), 3):
+            fresh = [rng.randrange(7) for _ in range(rng.choice((0, 1, 2, 70)))]
+            texts[row] += fresh
+            batch.append(Extension(row, fresh, 0))
+        executor.extend(batch)
+    for row, text in texts.items():
+        value, found = 0, [0]
+        for token in text:
+            value = (value * 6364136223846793005 + token + 1) % 2**64
+            found.append(value)
+        assert executor._hashes[executor._slots[row], : len(text) + 1].astype("uint64").tolist() == found
