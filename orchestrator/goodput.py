@@ -64,9 +64,10 @@ def hit_share(width: Number, forks: Number) -> Number:
 class Line:
     """y = a + b·x, a and b >= 0, learnt one observation at a time. y > 0 is a duration; x a count.
 
-    A Kalman filter on (a, b), whose spreads are relative to the scale of y. The slope starts small and keeps its value
-    while only one x is seen, where least squares that forget would lose it and have to try again. An observation far
-    off is cut: a hiccup comes alone. The third in a row on one side is a change, and is believed.
+    A Kalman filter on (a, b), whose spreads are relative to the scale of y. The slope starts small. Where only one x is
+    seen it stays, but for `fade`: slowly, so that a wrong one is looked at again some time, and a right one isn't
+    forgotten at once, as it would be in least squares that forget. An observation far off is cut: a hiccup comes alone.
+    The third in a row on one side is a change, and is believed.
     """
 
     DRIFT = 0.03  # of a from one observation to the next, relative: about ten observations are remembered
@@ -75,8 +76,9 @@ class Line:
     SIGMAS = 3.0  # what is farther off is cut
     ROW = 3
 
-    def __init__(self, noise: float = 0.15) -> None:
+    def __init__(self, noise: float = 0.15, fade: float = 0.0) -> None:
         self._noise = noise  # of one observation, relative: scheduling and clocks
+        self._fade = fade  # of b, each observation
         self.a = 0.0
         self.b = 0.0
         self._spread = (0.0, 0.0, 0.0)  # variances and covariance: aa, ab, bb
@@ -106,6 +108,8 @@ class Line:
         error = y - expected
         aa, ab, bb = self._spread
         aa += (self.DRIFT * expected) ** 2
+        bb += (2 * self._fade * expected) ** 2
+        self.a, self.b = self.a + self._fade * self.b * x, (1 - self._fade) * self.b
         variance = aa + 2 * x * ab + x * x * bb + (self._noise * expected) ** 2
         limit = self.SIGMAS * math.sqrt(variance)
         side = (error > limit) - (error < -limit)
@@ -176,6 +180,10 @@ class Share:
     def value(self) -> float:
         return self._part / self._whole
 
+    def beside(self, value: float, weight: float) -> float:
+        """The value together with one from elsewhere, of some weight."""
+        return (self._part + value * weight) / (self._whole + weight)
+
     @property
     def weight(self) -> float:
         return self._whole
@@ -187,7 +195,7 @@ class Share:
         self._part = keep * self._part + part
         self._whole = keep * self._whole + whole
         self._quick += (part / whole - self._quick) * min(1.0, whole / self.QUICK)
-        if abs(self._quick - self.value) > self.APART * max(1.0, self.value):
+        if self._whole > 2 * self.QUICK and abs(self._quick - self.value) > self.APART * max(1.0, self.value):
             self._part, self._whole = self._quick * self.QUICK, self.QUICK
 
     def fade(self, weight: float) -> None:

@@ -19,18 +19,20 @@ Floats = npt.NDArray[np.float64]
 MAX_AUTO = 16  # τ at α .9 is within a fifth of its limit there, and the time lost on a wrong guess stays bounded
 WIDTHS = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 COLD_GAMMA, COLD_WIDTH = 2, 16  # while nothing was measured
+FIRST_REACH = 4  # longest block at first: what was measured at γ = 2 says little about 16
 COLD_ALPHA, COLD_WEIGHT = 0.7, 1.5  # what a draft is taken for; two tokens refused halve that: a bad one is found fast
-INHERITED = 4.0  # tokens that a new request takes the last ones' α for
+INHERITED = 4.0  # tested tokens that what all requests saw counts for in one's own estimate
 MEMORY = 200.0  # tested tokens, or hits, that an estimate is made of
 FADED = 2.0  # tested tokens that an α which isn't tested any more still counts for
 MARGIN = 0.02  # speculating for less gain than this isn't worth the risk of a wrong estimate
 CLOSE = 0.003  # fewer branches that come as close to the most goodput as this are preferred
+LEAST_SLOPE = 0.002  # of a pass, each position: tokens that bring next to nothing aren't drafted for nothing
 TOLERANCE = 0.05  # costs that moved by less leave the plan as it is: working it out takes most of a millisecond
 UNSEEN = 0.01  # nor do such shares of a target step matter
 FIRST_WAIT, LAST_WAIT = 16, 128  # rounds before what was given up is tried again, doubling
 TRY_COST = 0.01  # share of the time that tries may take
 TRY_GAMMA, TRY_WIDTH = 1, 8
-NEWS = 0.1  # a try that raises α by more is followed by another at once
+NEWS = 0.05  # a try that raises α by more is followed by another at once
 LATE = 3.0  # a block that takes so many times what is expected is late
 MIN_DEADLINE = 0.05  # seconds; below it, scheduling noise alone would leave rows without their block
 
@@ -49,34 +51,29 @@ class Plan:
 class Costs:
     """Measured on the workers and on the way to them, in seconds; shared by all requests."""
 
-    target: Line = field(default_factory=Line)  # a pass, by the positions in it
+    target: Line = field(default_factory=lambda: Line(fade=0.001))  # a pass, by the positions in it
     draft: Line = field(default_factory=Line)  # a step, by its rows
     draft_trip: Mean = field(default_factory=Mean)
     target_trip: Mean = field(default_factory=Mean)
-    together: Share = field(default_factory=lambda: Share(1.0, 1.0, 30.0))  # rows of a pass, of the active requests
-    positions: Share = field(default_factory=lambda: Share(1.0, 1.0, 100.0))  # of a row
-    tokens: Share = field(default_factory=lambda: Share(1.0, 1.0, 100.0))  # that a round emits
 
     @property
     def known(self) -> bool:
         return self.target.known and self.draft.known
 
-    def try_excess(self, active: int) -> float:
-        """What a block of TRY_GAMMA costs, in rounds without one: with others, a missed pass."""
+    def try_excess(self) -> float:
+        """What a block of TRY_GAMMA costs, in rounds without one."""
         block = TRY_GAMMA * (self.draft.at(1) + self.target.b) + self.draft_trip.value
-        step = self.target.at(1) + self.target_trip.value
-        return max(block / step, float(active > 1))
+        return block / (self.target.at(1) + self.target_trip.value)
 
     def summary(self) -> tuple[float, ...]:
         """What the plans depend on; times in target steps."""
         step = self.target.at(1)
         times = (self.target.at(9), self.draft.at(1), self.draft.at(32), self.draft_trip.value, self.target_trip.value)
-        shares = (self.together.value, self.positions.value, self.tokens.value)
-        return (*(time / step for time in times), *shares)
+        return tuple(time / step for time in times)
 
 
 def goodput(costs: Costs, active: int, alpha: float, scale: float, gammas: Counts, widths: Counts) -> Floats:
-    """Tokens a second of all `active` requests, as one of them chooses: [width, γ, γ'].
+    """Tokens a second of one of `active` requests: [width, γ, γ'].
 
     Its α, and its hits against those expected. A block has γ tokens if drafted now, γ' if in one of `width` branches
     drafted while the block before was verified. From when a block is sent, until the next one
@@ -84,15 +81,17 @@ def goodput(costs: Costs, active: int, alpha: float, scale: float, gammas: Count
     - is there, at a hit: max(pass + trip to the target, (γ' + 1) wide steps + trip to the draft)
     - has to be drafted, at a miss: pass + trip, and half a wide step where the run goes on; then γ steps + trip
 
-    The trip to the target has the wait for its pass in it. What a row adds to the pass slows the others down.
+    Several requests play ping-pong: half of them are in a pass, and who drafts is away for two passes at least. All are
+    taken to do alike, so that a position costs one row what it costs all of them, and plans don't chase each other.
     """
-    rows = max(1.0, costs.together.value * active)  # of a pass, and of a draft step
-    others, row = active - 1, costs.positions.value
+    others = active - 1
+    rows = np.where(gammas > 0, max(1.0, active / 2), active)  # of a pass, where everybody does alike
     to_draft, to_target = costs.draft_trip.value, costs.target_trip.value
     tau = np.array([expected_tokens(alpha, gamma) for gamma in gammas])  # [γ]
     target, draft = costs.target, costs.draft
-    verify = target.a + target.b * ((rows - 1) * row + gammas + 1) + to_target  # [γ]
-    step = draft.a + draft.b * (rows + others * widths)  # [width], together with the others' branches
+    one_pass = target.a + max(target.b, LEAST_SLOPE * target.a) * rows * (gammas + 1)  # [γ]
+    verify = one_pass + to_target
+    step = draft.a + draft.b * (max(1.0, active / 2) + others * widths)  # [width], with the others' blocks and branches
     wide = draft.a + draft.b * active * widths  # [width]
     run = wide[:, None] * (gammas + 1)  # [width, γ']
 
@@ -106,24 +105,19 @@ def goodput(costs: Costs, active: int, alpha: float, scale: float, gammas: Count
     half = goes_on * (wide / 2)[:, None, None]  # a step isn't left half done
     wait = verify[:, None] + after_miss * late + (1 - after_miss) * half
     drafting = gammas * step[:, None] + to_draft * (gammas > 0)  # [width, γ]
-    same = np.einsum("wgg->wg", wait)[:, None, :]  # γ' in flight, and asked for again
-    away = wait + drafting[:, :, None]
-    if others:  # a row that drafts misses the others' next pass
-        away = np.maximum(away, (2 * (verify - to_target) * (gammas > 0))[:, None])
+    away = np.maximum(wait + drafting[:, :, None], (np.minimum(2, active) * one_pass * (gammas > 0))[:, None])
+    same = np.einsum("wgg->wg", wait)[:, None, :]  # γ' in flight, and asked for again: such rows are in every pass
+    same = same + target.b * (active - rows) * (gammas + 1)
     seconds = h * same + (1 - h) * away
-    tokens: Floats = h * tau + (1 - h) * tau[:, None]
-    theirs = verify[0] - target.b * (gammas[0] + 1) + max(0.0, row - 1) * step[:, None, None] + to_draft
-    length = h * gammas + (1 - h) * gammas[:, None] + 1  # what I add to those of their passes that I'm in
-    theirs = theirs + target.b * length * np.minimum(1.0, theirs / seconds)
-    return np.asarray(tokens / seconds + others * costs.tokens.value / theirs)
+    return np.asarray((h * tau + (1 - h) * tau[:, None]) / seconds)
 
 
-def best_plan(found: Floats, active: int, gammas: Counts, widths: Counts) -> Plan:
+def best_plan(found: Floats, gammas: Counts, widths: Counts) -> Plan:
     """The choice of most goodput [width, γ, γ']: the best blocks at the narrowest width that comes close to it."""
     if gammas[0] == 0:
-        found[0, 0] *= 1 + MARGIN / active
+        found[0, 0] *= 1 + MARGIN
     reached = found.max(axis=(1, 2))
-    width = int(np.argmax(reached >= (1 - CLOSE / active) * reached.max()))
+    width = int(np.argmax(reached >= (1 - CLOSE) * reached.max()))
     gamma, branch_gamma = (int(gammas[place]) for place in np.unravel_index(int(found[width].argmax()), found[0].shape))
     return Plan(gamma, branch_gamma if width else gamma, int(widths[width]))
 
@@ -163,14 +157,13 @@ class Pacer:
         self.overlap = overlap
         self._gammas = np.arange(MAX_AUTO + 1) if gamma is None else np.array([gamma])
         self._widths = np.array(WIDTHS if overlap and gamma != 0 else (0,))
+        self._reach = FIRST_REACH
         self._plans: dict[tuple[int, int], Plan] = {}
         self._plans_for: tuple[float, ...] = ()
 
-    def verified(self, seconds: float, rows: int, positions: int) -> None:
-        """A pass of the target: compute seconds, requests and tokens in it."""
+    def verified(self, seconds: float, positions: int) -> None:
+        """A pass of the target: compute seconds, and tokens fed in it by all rows."""
         self.costs.target.add(positions, seconds)
-        self.costs.together.add(min(1.0, rows / max(1, self.active)), 1.0)
-        self.costs.positions.add(positions, rows)
 
     def drafted(self, seconds: float, steps: int, rows: int) -> None:
         """Steps of the draft: compute seconds of all of them, and the rows of the widest."""
@@ -181,8 +174,9 @@ class Pacer:
         """Seconds of a round trip to each worker beside its compute; None: none was made."""
         if draft is not None:
             self.costs.draft_trip.add(draft)
-        if target is not None:
-            self.costs.target_trip.add(target)
+        trip = self.costs.target_trip
+        if target is not None and (self.active <= 1 or not trip.known or target < 2 * trip.value):
+            trip.add(target)  # with others it may have the wait for a pass in it, which the plan counts apart
 
     def request(self) -> Pace:
         """A request starts; close it."""
@@ -202,9 +196,16 @@ class Pacer:
         key = (round(100 * alpha), round(20 * scale))
         if key not in self._plans:
             widths = np.unique(self._widths // self.active)  # the draft's rows are shared out
-            found = goodput(self.costs, self.active, key[0] / 100, key[1] / 20, self._gammas, widths)
-            self._plans[key] = best_plan(found, self.active, self._gammas, widths)
+            gammas = self._gammas[: self._reach + 1]
+            found = goodput(self.costs, self.active, key[0] / 100, key[1] / 20, gammas, widths)
+            self._plans[key] = best_plan(found, gammas, widths)
         return self._plans[key]
+
+    def reached(self, drafted: int) -> None:
+        """A block of so many tokens was verified: costs of one twice as long may be reckoned with."""
+        if self._reach < min(2 * drafted, MAX_AUTO):
+            self._reach = min(2 * drafted, MAX_AUTO)
+            self._plans = {}
 
     def deadline(self, gamma: int) -> float | None:
         """Seconds after which a row goes on without its block; None for a γ that was asked for, or unmeasured."""
@@ -219,8 +220,8 @@ class Pace:
 
     def __init__(self, pacer: Pacer) -> None:
         self._pacer = pacer
-        self._alpha = Share(pacer.alpha.value, min(INHERITED, pacer.alpha.weight), MEMORY)
-        self._scale = Share(pacer.scale.value, min(INHERITED, pacer.scale.weight), MEMORY)
+        self._alpha = Share(pacer.alpha.value, 0.0, MEMORY)
+        self._scale = Share(pacer.scale.value, 0.0, MEMORY)
         self._gamma_retry = Retry(pacer.waited)
         self._width_retry = Retry()
         self._trying: tuple[Retry, float] | None = None  # what this round tries again, and α before it
@@ -229,13 +230,18 @@ class Pace:
 
     @property
     def alpha(self) -> float:
-        """The estimate of this request's acceptance rate."""
-        return self._alpha.value
+        """The estimate of this request's acceptance rate: its own tests, beside what all requests saw lately."""
+        return self._alpha.beside(self._pacer.alpha.value, min(INHERITED, self._pacer.alpha.weight))
+
+    @property
+    def scale(self) -> float:
+        """Hits against those expected, in the same way."""
+        return self._scale.beside(self._pacer.scale.value, min(INHERITED, self._pacer.scale.weight))
 
     def plan(self) -> Plan:
         """The next round's."""
         pacer = self._pacer
-        found = pacer.plan(self.alpha, self._scale.value)
+        found = pacer.plan(self.alpha, self.scale)
         self._trying = None
         if found.gamma == 0 and not found.width and pacer.gamma is None:
             found = self._try_gamma(found)
@@ -245,7 +251,7 @@ class Pace:
         return replace(found, deadline=pacer.deadline(found.gamma))
 
     def _try_gamma(self, found: Plan) -> Plan:
-        if not self._gamma_retry.due(self._pacer.costs.try_excess(self._pacer.active)):
+        if not self._gamma_retry.due(self._pacer.costs.try_excess()):
             return found
         self._trying = (self._gamma_retry, self.alpha)
         return Plan(TRY_GAMMA, TRY_GAMMA, 0)
@@ -267,7 +273,7 @@ class Pace:
                 scale.add(hit, expected)
         for alpha in (self._alpha, pacer.alpha):
             alpha.add(accepted, accepted + refused)
-        pacer.costs.tokens.add(accepted + 1, 1.0)
+        pacer.reached(drafted)
         pacer.waited = 0 if drafted else pacer.waited + 1
         self._settle_tries(drafted)
 

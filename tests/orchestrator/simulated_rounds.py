@@ -203,7 +203,7 @@ class Simulation:
                 seen = self._seen(seconds)
                 for row in batch:
                     waited = self.now - seconds - row.sent
-                    self.pacer.verified(seen, len(batch), positions)
+                    self.pacer.verified(seen, positions)
                     self.pacer.round_trips(target=self._seen(self.world.to_target) + waited)
             for row in batch:
                 self._at(self.world.to_target, lambda row=row: self._verdict(row))  # type: ignore[misc]

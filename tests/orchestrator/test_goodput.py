@@ -1,4 +1,4 @@
-"""The formulas against speculative.theory and worked-out cases, and the estimators on noisy, lying and changing costs."""
+"""The formulas against speculative.theory and worked-out cases; the estimators on noisy, lying and changing costs."""
 
 from __future__ import annotations
 
