@@ -20,6 +20,7 @@ from execution.interface import check_fork, check_truncate
 
 _FIRST_COLUMNS = 256
 _FIRST_SLOTS = 1
+_KEPT_BYTES = 768 << 20  # storage up to this size stays: rows forked and closed in each round shall cost no resize
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,12 @@ class RowCache(Cache):  # type: ignore[misc]
         """Free the row's slot, and move the last row into it so that the rows stay dense."""
         slot, last = self._slot(row), len(self._slots) - 1
         if slot != last:
-            self._exchange([(slot, last)])
+            moved = self._slots[last]
+            self._clear(slot, moved.written)
+            for block in self._blocks:
+                block[:, slot, :, : moved.written] = block[:, last, :, : moved.written]
+            self._slots[slot] = _Slot(moved.row, moved.length, moved.written)
+            self._slot_of[moved.row] = slot
         self._clear(last, 0)
         self._slots.pop()
         del self._slot_of[row]
@@ -233,7 +239,9 @@ class RowCache(Cache):  # type: ignore[misc]
             self._resize(*wanted)
 
     def _shrink(self) -> None:
-        """Halve what is at most a quarter full, down to the first size."""
+        """Of large storage: halve what is at most a quarter full, down to the first size."""
+        if sum(block.nbytes for block in self._blocks) <= _KEPT_BYTES:
+            return
         slots, columns = self.capacity
         longest = max((slot.written for slot in self._slots), default=0)
         while slots > _FIRST_SLOTS and len(self._slots) <= slots // 4:

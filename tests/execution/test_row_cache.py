@@ -95,6 +95,7 @@ def test_rows_stay_dense_and_neighbours(make_pair, some_tokens):
 
 def test_storage_grows_by_doubling_and_shrinks_when_mostly_empty(make_pair, some_tokens, monkeypatch):
     monkeypatch.setattr("execution.row_cache._FIRST_COLUMNS", 4)
+    monkeypatch.setattr("execution.row_cache._KEPT_BYTES", 0)
     pair = make_pair()
     cache = cache_of(pair)
     assert cache.capacity == (1, 4)
@@ -115,6 +116,17 @@ def test_storage_grows_by_doubling_and_shrinks_when_mostly_empty(make_pair, some
     torch.testing.assert_close(logits, pair.plain([*texts[left], 1])[-1:], rtol=1e-5, atol=1e-5)
     pair.executor.close(left)
     assert cache.capacity == (1, 4)
+
+
+def test_forking_and_closing_again_and_again_moves_no_storage(make_pair, some_tokens):
+    pair = make_pair()
+    row, cache, homes = pair.executor.open(), cache_of(pair), []
+    pair.executor.extend([Extension(row, some_tokens(9, 1), 0)])
+    for _ in range(3):
+        for fork in [pair.executor.fork(row, 9) for _ in range(6)]:
+            pair.executor.close(fork)
+        homes.append([block.data_ptr() for block in cache._blocks])
+    assert homes[0] == homes[1] == homes[2] and cache.capacity[0] == 8
 
 
 def test_all_that_is_given_up_is_cleared(make_pair, some_tokens):
