@@ -31,7 +31,7 @@ TOLERANCE = 0.05  # costs that moved by less leave the plan as it is: working it
 UNSEEN = 0.01  # nor do such shares of a target step matter
 FIRST_WAIT, LAST_WAIT = 16, 128  # rounds before what was given up is tried again, doubling
 TRY_COST = 0.01  # share of the time that tries may take
-TRY_GAMMA, TRY_WIDTH = 1, 8
+MAX_TRY, TRY_WIDTH = 4, 8
 NEWS = 0.05  # a try that raises α by more is followed by another at once
 LATE = 3.0  # a block that takes so many times what is expected is late
 MIN_DEADLINE = 0.05  # seconds; below it, scheduling noise alone would leave rows without their block
@@ -60,10 +60,15 @@ class Costs:
     def known(self) -> bool:
         return self.target.known and self.draft.known
 
-    def try_excess(self) -> float:
-        """What a block of TRY_GAMMA costs, in rounds without one."""
-        block = TRY_GAMMA * (self.draft.at(1) + self.target.b) + self.draft_trip.value
-        return block / (self.target.at(1) + self.target_trip.value)
+    def try_block(self) -> tuple[int, float]:
+        """The γ of a try, and what it costs in rounds without a block.
+
+        As many tokens as cost what the trip does: one of them tells little, and the trip is paid anyway.
+        """
+        token = self.draft.at(1) + self.target.b
+        gamma = min(MAX_TRY, 1 + int(self.draft_trip.value / token))
+        seconds = gamma * token + self.draft_trip.value
+        return gamma, seconds / (self.target.at(1) + self.target_trip.value)
 
     def summary(self) -> tuple[float, ...]:
         """What the plans depend on; times in target steps."""
@@ -195,9 +200,10 @@ class Pacer:
             self._plans, self._plans_for = {}, summary
         key = (round(100 * alpha), round(20 * scale))
         if key not in self._plans:
-            widths = np.unique(self._widths // self.active)  # the draft's rows are shared out
+            active = max(1, self.active)
+            widths = np.unique(self._widths // active)  # the draft's rows are shared out
             gammas = self._gammas[: self._reach + 1]
-            found = goodput(self.costs, self.active, key[0] / 100, key[1] / 20, gammas, widths)
+            found = goodput(self.costs, active, key[0] / 100, key[1] / 20, gammas, widths)
             self._plans[key] = best_plan(found, gammas, widths)
         return self._plans[key]
 
@@ -251,13 +257,14 @@ class Pace:
         return replace(found, deadline=pacer.deadline(found.gamma))
 
     def _try_gamma(self, found: Plan) -> Plan:
-        if not self._gamma_retry.due(self._pacer.costs.try_excess()):
+        gamma, excess = self._pacer.costs.try_block()
+        if not self._gamma_retry.due(excess):
             return found
         self._trying = (self._gamma_retry, self.alpha)
-        return Plan(TRY_GAMMA, TRY_GAMMA, 0)
+        return Plan(gamma, gamma, 0)
 
     def _try_width(self, found: Plan) -> Plan:
-        width = TRY_WIDTH // self._pacer.active
+        width = TRY_WIDTH // max(1, self._pacer.active)
         if not width or not self._width_retry.due(0.0):
             return found
         self._trying = (self._width_retry, self.alpha)

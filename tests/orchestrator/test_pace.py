@@ -28,10 +28,10 @@ def test_near_the_best_fixed_choice_and_never_far_below_plain(overlap: bool) -> 
         assert first > 0.945 * PLAIN, setting
         shares[setting] = then / world.best(overlap=overlap)
     # One run each: in a few of them the first tokens are so unlucky that finding back takes longer than this lasts.
-    assert sum(share > 0.95 for share in shares.values()) >= 0.85 * len(shares), sorted(
+    assert sum(share > 0.95 for share in shares.values()) >= 0.9 * len(shares), sorted(
         shares.items(), key=itemgetter(1)
     )
-    assert statistics.mean(shares.values()) > 0.97
+    assert statistics.mean(shares.values()) > 0.98
     assert min(shares.values()) > 0.75, min(shares.items(), key=itemgetter(1))
 
 
