@@ -105,26 +105,32 @@ def gumbel(
     ids: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Standard Gumbel noise of every token -> float32 [N, vocab], or of the tokens `ids` [M] alone -> [N, M].
+    """Standard Gumbel noise of every token -> float32 [N, vocab]; of the tokens `ids` alone -> [N, M].
 
+    `ids` is int64 [M], the same for all rows, or [N, M], each row its own; the values are the full rows' columns.
     -log(E) with E = -log1p(-(w + 0.5) / 2**32) and w the token's word: exponential races, argmax(log p + gumbel) has
     law p. Small E, the ones that win, keep full relative precision; every value is finite. The logarithms are made of
     single additions and multiplications, which IEEE rounds alike everywhere: values agree between devices bit for bit.
     """
     source = WordSource(seeds, stream, positions, device)
-    columns = vocab if ids is None else len(ids)
+    columns = vocab if ids is None else ids.shape[-1]
+    if ids is not None:
+        if ids.dim() != 1 and ids.shape[:-1] != (len(source),):
+            raise ValueError(f"noise got ids {list(ids.shape)} for {len(source)} rows; expected [M], or [N, M] by row")
+        ids = ids.to(source.device)
     out = torch.empty((len(source), columns), dtype=torch.float32, device=source.device)
     budget = _CHUNK_CPU if source.device.type == "cpu" else _CHUNK_ACCELERATOR
     step = max(1, budget // max(1, columns))
     for start in range(0, len(source), step):
-        part = source.rows(slice(start, start + step))
-        words = part.words(vocab) if ids is None else part.words_of(ids.to(source.device))
+        chunk = slice(start, start + step)
+        part = source.rows(chunk)
+        words = part.words(vocab) if ids is None else part.words_of(ids if ids.dim() == 1 else ids[chunk])
         out[start : start + step] = gumbel_of_words(words)
     return out
 
 
 class WordSource:
-    """The words of N rows; keys, positions and streams are columns [N, 1] that broadcast against an index [M]."""
+    """The words of N rows; keys, positions and streams are columns [N, 1] that broadcast against an index."""
 
     def __init__(
         self, seeds: Seeds, stream: Streams, positions: Positions, device: torch.device | str | None = None
@@ -163,14 +169,14 @@ class WordSource:
         return out.flatten(1)[:, :count]
 
     def words_of(self, ids: Tensor) -> Tensor:
-        """Words `ids` [M] of each row -> int64 [N, M]."""
+        """Words `ids` [M], or [N, M] with each row's own, of each row -> int64 [N, M]."""
         lanes = torch.stack(self._block(ids // 4), dim=-1)  # [N, M, 4]
-        return lanes.gather(2, (ids % 4).view(1, -1, 1).expand(len(self), -1, 1)).squeeze(2)
+        return lanes.gather(2, (ids % 4).expand(lanes.shape[:2]).unsqueeze(2)).squeeze(2)
 
     def _block(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The four words of each counter index -> four int64 [N, M]."""
+        """The four words of each counter index, [M] or [N, M] -> four int64 [N, M]."""
         zero = torch.zeros_like(self.streams)
-        return _rounds(index.unsqueeze(0), self.place, self.streams, zero, self.low, self.high)
+        return _rounds(index, self.place, self.streams, zero, self.low, self.high)
 
 
 def _seed_bits(seeds: Seeds) -> Tensor:

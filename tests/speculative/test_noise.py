@@ -127,6 +127,24 @@ def test_noise_does_not_depend_on_the_batch() -> None:
     assert all(float(uniform(seeds[i : i + 1], Stream.ACCEPT, positions[i : i + 1])) == float(u[i]) for i in range(40))
 
 
+@pytest.mark.parametrize("chunk", [1 << 16, 10])  # all rows at once; two rows at a time
+def test_each_row_may_have_ids_of_its_own(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("speculative.noise._CHUNK_CPU", chunk)
+    generator = torch.Generator().manual_seed(0)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (7,), generator=generator)
+    positions, vocab = list(range(100, 107)), 1003
+    full = gumbel(seeds, Stream.RACE, positions, vocab)
+    ids = torch.randint(0, vocab, (7, 5), generator=generator)  # any order, repeats too
+    assert torch.equal(gumbel(seeds, Stream.RACE, positions, vocab, ids=ids), full.gather(1, ids))
+    assert torch.equal(gumbel(seeds, Stream.RACE, positions, vocab, ids=ids[2]), full[:, ids[2]])
+    words = WordSource(seeds, Stream.RACE, positions)
+    assert torch.equal(words.words_of(ids), words.words(vocab).gather(1, ids))
+    assert gumbel(seeds, Stream.RACE, positions, vocab, ids=ids[:, :0]).shape == (7, 0)
+    for wrong in (ids[:1], ids[:3], ids[None]):
+        with pytest.raises(ValueError, match=r"expected \[M\], or \[N, M\] by row"):
+            gumbel(seeds, Stream.RACE, positions, vocab, ids=wrong)
+
+
 def test_one_stream_a_row() -> None:
     streams = [Stream.BONUS, Stream.RESIDUAL, Stream.BONUS]
     mixed = gumbel([1, 2, 3], streams, [7, 8, 9], 50)
