@@ -25,13 +25,16 @@ __all__ = ["ModelError", "load", "model_source"]
 def load(model: str, *, device: str = "cpu", dtype: str = "float32", threads: int = 1) -> tuple[Executor, Vocabulary]:
     """Load `model` and set this process's torch threads.
 
-    `model` is `smollm2-135m-instruct`, `smollm2-135m-draft`, `toy:...`, a folder, a .gguf file or a Hugging Face id.
+    `model` is `smollm2-135m-instruct`, `smollm2-135m-draft`, `toy:...`, `synthetic:...`, a folder, a .gguf file or a
+    Hugging Face id.
     Raises ModelError, whose text is one line, for everything that can be wrong with it.
     """
     torch_device, torch_dtype = parse_device(device), parse_dtype(dtype)
     set_threads(threads)
     if model == "toy" or model.startswith("toy:"):
         return _load_toy(model, device, dtype)
+    if model == "synthetic" or model.startswith("synthetic:"):
+        return _load_synthetic(model, device, dtype)
     try:
         return _load_network(model, torch_device, torch_dtype)
     except MemoryError as error:
@@ -51,6 +54,15 @@ def _load_toy(model: str, device: str, dtype: str) -> tuple[Executor, Vocabulary
     if spec.fail_load == 2:
         os._exit(3)
     return ToyExecutor(model, device, dtype), toy_vocabulary(spec)
+
+
+def _load_synthetic(model: str, device: str, dtype: str) -> tuple[Executor, Vocabulary]:
+    from execution.synthetic import SyntheticExecutor
+    from execution.toy_spec import ToySpec
+    from execution.toy_vocabulary import toy_vocabulary
+
+    executor = SyntheticExecutor(model, device, dtype)
+    return executor, toy_vocabulary(ToySpec(vocab=executor.spec.vocab, eos=executor.spec.eos))
 
 
 def _load_network(model: str, device: torch.device, dtype: torch.dtype) -> tuple[Executor, Vocabulary]:

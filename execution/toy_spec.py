@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 
-from execution.errors import ModelError
+from execution.options import parse_options, refuse
 
 
 @dataclass(frozen=True)
@@ -40,20 +39,7 @@ class ToySpec:
     @classmethod
     def parse(cls, reference: str) -> ToySpec:
         """From `toy:key=value,...`. ModelError for an unknown key or a bad value."""
-        fields = {field.name: field for field in dataclasses.fields(cls)}
-        given: dict[str, int | float | str] = {}
-        for part in filter(None, reference.removeprefix("toy:").split(",")):
-            key, _, value = part.partition("=")
-            if key not in fields:
-                raise ModelError(f"toy model {reference!r} has no option {key!r}: it has {', '.join(fields)}")
-            if key in given:
-                raise ModelError(f"toy model {reference!r} has {key!r} twice: give it once")
-            kind = {"int": int, "float": float, "str": str}[str(fields[key].type)]
-            try:
-                given[key] = kind(value)
-            except ValueError:
-                raise ModelError(f"toy model {reference!r}: {key}={value!r} is not of type {kind.__name__}") from None
-        spec = cls(**given)  # type: ignore[arg-type]
+        spec = parse_options(cls, "toy", reference)
         spec._check(reference)
         return spec
 
@@ -70,9 +56,7 @@ class ToySpec:
             "constant must be below vocab + padded": self.constant >= self.vocab_size,
             "eos must be below vocab": self.eos >= self.vocab,
         }
-        for text, wrong in problems.items():
-            if wrong:
-                raise ModelError(f"toy model {reference!r}: {text}")
+        refuse("toy", reference, problems)
 
     @property
     def contexts(self) -> int:

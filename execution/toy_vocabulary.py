@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import string
+from itertools import chain, islice
 
 from execution.toy_spec import ToySpec
 from execution.vocabulary import Vocabulary
 
 _FIRST = string.ascii_lowercase + string.digits + " " + string.ascii_uppercase + ".,!?\n"
-_REST = 0x4E00  # further tokens are CJK ideographs: printable, one character each, no whitespace, no combining
+# Further tokens are CJK ideographs, then Hangul syllables: printable, one character each, no whitespace, no combining.
+_RANGES = (range(0x4E00, 0xA000), range(0xAC00, 0xD7A4), range(0x20000, 0x2A6E0))
 
 
 def toy_texts(spec: ToySpec) -> list[str]:
     """The text of each id below `vocab`. With names=permuted they are shifted by one."""
-    texts = [_FIRST[i] if i < len(_FIRST) else chr(_REST + i - len(_FIRST)) for i in range(spec.vocab)]
+    texts = list(islice(chain(_FIRST, map(chr, chain(*_RANGES))), spec.vocab))
     if spec.names == "permuted":
         texts = texts[1:] + texts[:1]
     if spec.eos >= 0:

@@ -106,6 +106,14 @@ def test_vocabulary_maps_any_text():
     assert tokenizer.decode([1, 0, 2]) == "bc"
 
 
+def test_the_largest_vocabulary_has_a_character_for_each_token():
+    _, words = load("toy:vocab=50000,order=0")
+    assert words.size == len(list(words.pairs)) == 50_000
+    tokenizer = Tokenizer.from_buffer(words.tokenizer_json)
+    ids = [0, 66, 67, 21_058, 21_059, 40_000, 49_999]  # (both sides of each range's edge)
+    assert tokenizer.encode(tokenizer.decode(ids)).ids == ids
+
+
 def test_permuted_names_are_another_vocabulary_of_the_same_size():
     """Fault A3's pair."""
     (_, one), (_, other) = load("toy:vocab=9"), load("toy:vocab=9,names=permuted")
