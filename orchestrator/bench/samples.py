@@ -86,7 +86,7 @@ def sample(done: Round, at: float) -> Sample:
     proposal, verified, branching = done.proposal, done.verified, done.branching
     return Sample(
         at=at,
-        wall=done.span.end - done.span.start,
+        wall=0.0 if done.span is None else done.span.seconds,
         gamma=done.gamma,
         drafted=len(proposal.tokens),
         accepted=verified.accepted,

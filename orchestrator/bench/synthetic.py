@@ -16,6 +16,7 @@ from orchestrator.errors import UsageError
 
 TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 RATE_UNITS = {"kbps": 1e3, "Mbps": 1e6, "Gbps": 1e9}
+MAX_VOCAB = 65536  # execution.synthetic_spec's, as are the other limits: told here before a worker starts
 _NUMBER = r"[0-9]+\.?[0-9]*(?:e[-+]?[0-9]+)?|\.[0-9]+"
 _QUANTITY = re.compile(rf"({_NUMBER})\s*([A-Za-zµ]*)")
 _MODEL_FIELDS = ("target_model", "draft_model", "target", "draft", "target_dtype", "draft_dtype")
@@ -39,15 +40,15 @@ class Synthetic:
         for name in ("target", "draft", "bandwidth"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"--synthetic {name} must be more than 0")
-        if not 0 < self.alpha <= 1:
-            raise UsageError(f"--synthetic alpha={self.alpha:g} is out of range: expected more than 0, at most 1")
-        if self.vocab < 4:
-            raise UsageError(f"--synthetic vocab={self.vocab} is out of range: expected at least 4")
-        if not 0 < self.entropy < math.log(self.vocab):
-            limit = math.log(self.vocab)
+        if not 2 <= self.vocab <= MAX_VOCAB:
+            raise UsageError(f"--synthetic vocab={self.vocab} is out of range: expected 2 to {MAX_VOCAB}")
+        least, most = 2 / self.vocab, math.log(self.vocab)
+        if not least <= self.alpha <= 1:
+            raise UsageError(f"--synthetic alpha={self.alpha:g} is out of range: expected 2/vocab = {least:.2g} to 1")
+        if not 0 < self.entropy <= most:
             raise UsageError(
-                f"--synthetic entropy={self.entropy:g} is out of range: expected more than 0, less than "
-                f"ln {self.vocab} = {limit:.2f}"
+                f"--synthetic entropy={self.entropy:g} is out of range: expected more than 0, at most "
+                f"ln(vocab) = {most:.2f}"
             )
 
     @property

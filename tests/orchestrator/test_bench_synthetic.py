@@ -38,11 +38,11 @@ def test_all_keys_have_defaults() -> None:
         ("alpha=high", "alpha=high: expected a number"),
         ("alpha=-1", "alpha=-1: expected a number"),
         ("vocab=1e3", "vocab=1e3: expected a whole number"),
-        ("vocab=3", "vocab=3 is out of range"),
+        ("vocab=1", "vocab=1 is out of range"),
         ("alpha=1.5", "alpha=1.5 is out of range"),
         ("target=0ms", "target must be more than 0"),
         ("bandwidth=0", "bandwidth must be more than 0"),
-        ("vocab=8 entropy=2.1", "less than ln 8 = 2.08"),
+        ("vocab=8 entropy=2.1", "at most ln(vocab) = 2.08"),
     ],
 )
 def test_what_is_wrong_is_said(text: str, said: str) -> None:
