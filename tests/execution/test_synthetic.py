@@ -23,7 +23,8 @@ def table(options: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("alpha", [1 / 256, 0.05, 0.3, 0.8, 0.97, 1])
 @pytest.mark.parametrize("entropy", [1e-4, 0.4, 2.7, math.log(512) - 1e-9])
-def test_acceptance_is_alpha_in_every_context(alpha, entropy):
+def test_acceptance_is_alpha_in_every_context(alpha, entropy, monkeypatch):
+    monkeypatch.setattr("execution.synthetic._CHUNK", 1 << 16)  # several: a draft's own draws shift no order of p
     p, q = table(f"entropy={entropy}"), table(f"entropy={entropy},alpha={alpha}")
     assert p.shape == q.shape == (512, 512)
     assert float((torch.minimum(p, q).sum(-1) - alpha).abs().max()) < 1e-4
