@@ -53,6 +53,15 @@ class EncodedQ:
         """Bytes of the arrays, headers not counted."""
         return sum(array.nbytes for array in self.arrays)
 
+    def part(self, start: int, stop: int) -> EncodedQ:
+        """q̃ of the tokens [start, stop) alone, as a block of just these would carry it: no wider than its rows need."""
+        arrays = tuple(array[start:stop] for array in self.arrays)
+        if self.codec == "counts":
+            ids, less_one, lengths = arrays
+            width = int(lengths.max(initial=1))
+            arrays = (ids[:, :width], less_one[:, :width], lengths.astype(_UINT8 if width <= 255 else _UINT16))
+        return EncodedQ(self.codec, arrays)
+
 
 NO_Q: Final = EncodedQ("none")
 

@@ -13,7 +13,8 @@ import msgpack
 from .errors import FailureCode, ProtocolError
 from .fields import Frame, FrameReader, Wire, refuse
 from .limits import MAX_ARRAY_BYTES, MAX_FRAMES, MAX_HEADER_BYTES, PROTOCOL_VERSION
-from .messages import LAYOUTS, REGISTRY, Hello, Message, Welcome
+from .messages import Hello, Message, Welcome
+from .registry import LAYOUTS, REGISTRY
 
 _IDS = ("request_id", "epoch", "block_id")
 _VERSIONED = (Hello.TAG, Welcome.TAG)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 
 MAX_FRAMES: Final = 8  # frames of one message, the header included
 MAX_HEADER_BYTES: Final = 327_680  # frame 0; holds a chat template and what goes with it
@@ -19,6 +19,7 @@ MAX_TOKENIZER_BYTES: Final = 67_108_864  # bytes of a tokenizer.json
 MAX_NAMES: Final = 16  # entries in a list of names
 MAX_EOS_IDS: Final = 64  # end-of-sequence ids of a model
 MAX_GAMMA: Final = 64  # drafted tokens in a block
+MAX_BRANCHES: Final = 128  # branches drafted behind a block in flight
 MAX_LENGTH: Final = 1_048_576  # committed tokens of a request, its prompt included
 MAX_VOCAB: Final = 1_048_576  # entries of a vocabulary
 MAX_SUPPORT: Final = 4_096  # ids in one row of the counts codec

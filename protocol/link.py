@@ -31,6 +31,8 @@ from .messages import (
     DATA_TO_ORCHESTRATOR,
     Abort,
     Block,
+    Branch,
+    Branches,
     Failure,
     GetTokenizer,
     Goodbye,
@@ -112,6 +114,8 @@ class Link:
     async def request(self, message: Open, timeout: float | None) -> Reply[Opened]: ...
     @overload
     async def request(self, message: Propose, timeout: float | None) -> Reply[Block]: ...
+    @overload
+    async def request(self, message: Branch, timeout: float | None) -> Reply[Branches]: ...
     @overload
     async def request(self, message: Verify, timeout: float | None) -> Reply[Verdict]: ...
     @overload

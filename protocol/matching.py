@@ -7,14 +7,19 @@ from typing import Any, Final, Generic, TypeVar
 
 from .errors import FailureCode, ProtocolError
 from .messages import (
-    REPLIES,
     Block,
+    Branch,
+    Branches,
+    GetTokenizer,
     Goodbye,
+    Hello,
     Message,
     Open,
     Opened,
+    Ping,
     Pong,
     Propose,
+    Shutdown,
     TokenizerReply,
     Verdict,
     Verify,
@@ -24,11 +29,23 @@ from .messages import (
 M = TypeVar("M", bound=Message)
 Key = tuple[Any, ...]  # (reply class, values of the fields below)
 
+REPLIES: Final[dict[type[Message], type[Message]]] = {
+    Hello: Welcome,
+    GetTokenizer: TokenizerReply,
+    Open: Opened,
+    Propose: Block,
+    Branch: Branches,
+    Verify: Verdict,
+    Ping: Pong,
+    Shutdown: Goodbye,
+}
+
 _MATCHED: Final[dict[type[Message], tuple[str, ...]]] = {
     Welcome: (),
     TokenizerReply: (),
     Opened: ("request_id", "epoch"),
     Block: ("request_id", "epoch", "block_id"),
+    Branches: ("request_id", "epoch", "block_id"),
     Verdict: ("request_id", "epoch", "block_id"),
     Pong: ("nonce",),
     Goodbye: (),
@@ -73,20 +90,35 @@ def concerns(key: Key, request_id: int, epoch: int, block_id: int) -> bool:
 
 def check_reply(request: Message, reply: Message) -> None:
     """Refuse a reply that matches a request and cannot be true. Raises ProtocolError (out_of_sync, bad_value)."""
-    if isinstance(request, (Propose, Verify)) and reply.base_length != request.base_length:  # type: ignore[attr-defined]
+    if isinstance(request, (Propose, Branch, Verify)) and reply.base_length != request.base_length:  # type: ignore[attr-defined]
         raise ProtocolError(FailureCode.OUT_OF_SYNC, f"{type(reply).__name__} is about another base length than asked")
     if isinstance(request, Propose) and isinstance(reply, Block) and len(reply.tokens) > request.gamma:
         raise _bad(f"a block of {len(reply.tokens)} tokens, asked were at most {request.gamma}")
+    if isinstance(request, Branch) and isinstance(reply, Branches):
+        _check_branches(request, reply)
     if isinstance(request, Verify) and isinstance(reply, Verdict):
-        gamma = len(request.tokens)
-        if reply.accepted > gamma:
-            raise _bad(f"a verdict that accepts {reply.accepted} of {gamma} tokens")
-        if (reply.origin == "bonus") != (reply.accepted == gamma):
-            raise _bad(f"a verdict that accepts {reply.accepted} of {gamma} tokens and calls its own a {reply.origin}")
+        _check_verdict(request, reply)
     if isinstance(request, Open) and isinstance(reply, Opened) and reply.length != len(request.tokens):
         raise ProtocolError(
             FailureCode.OUT_OF_SYNC, f"the worker holds {reply.length} tokens, sent were {len(request.tokens)}"
         )
+
+
+def _check_branches(request: Branch, reply: Branches) -> None:
+    if len(reply.accepted) > request.width:
+        raise _bad(f"{len(reply.accepted)} branches, asked were at most {request.width}")
+    if (accepted := max(reply.accepted.tolist(), default=0)) > len(request.tokens):
+        raise _bad(f"a branch after {accepted} accepted tokens of {len(request.tokens)}")
+    if (length := max(reply.lengths.tolist(), default=0)) > request.gamma:
+        raise _bad(f"a branch of {length} tokens, asked were at most {request.gamma}")
+
+
+def _check_verdict(request: Verify, reply: Verdict) -> None:
+    gamma = len(request.tokens)
+    if reply.accepted > gamma:
+        raise _bad(f"a verdict that accepts {reply.accepted} of {gamma} tokens")
+    if (reply.origin == "bonus") != (reply.accepted == gamma):
+        raise _bad(f"a verdict that accepts {reply.accepted} of {gamma} tokens and calls its own a {reply.origin}")
 
 
 def _bad(text: str) -> ProtocolError:

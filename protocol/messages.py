@@ -1,4 +1,4 @@
-"""All wire types, grouped by link, and the closed registry tag -> class. PROTOCOL.md is their specification.
+"""All wire types, grouped by link. PROTOCOL.md is their specification; registry.py finds them by tag.
 
 Frozen dataclasses; the annotation of a field carries its wire type and limits, the comment its meaning.
 """
@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, get_args, get_type_hints
+from typing import Annotated, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from .codecs import CODECS, EncodedQ, check_structure
 from .errors import FailureCode
-from .fields import Blob, Choice, Int, Many, Quantized, Real, Record, Text, TokenIds, Wire, refuse
+from .fields import Blob, Choice, Int, Many, Quantized, Real, Text, TokenIds, refuse
 from .limits import (
+    MAX_BRANCHES,
     MAX_EOS_IDS,
     MAX_GAMMA,
     MAX_LENGTH,
@@ -52,6 +53,8 @@ Ids = npt.NDArray[np.int32]
 Committed = Annotated[Ids, TokenIds(MAX_LENGTH)]
 Prompt = Annotated[Ids, TokenIds(MAX_LENGTH, least=1)]
 Drafted = Annotated[Ids, TokenIds(MAX_GAMMA)]
+EachBranch = Annotated[Ids, TokenIds(MAX_BRANCHES)]
+EosIds = Annotated[tuple[int, ...], Many(Int(0, MAX_VOCAB), MAX_EOS_IDS)]
 Q = Annotated[EncodedQ, Quantized()]
 
 
@@ -149,6 +152,25 @@ class Verify(Message):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Branch(Message):
+    TAG: ClassVar[int] = 13
+    request_id: RequestId
+    epoch: Epoch
+    base_length: Length  # committed tokens, those under the block in flight
+    block_id: BlockId  # of the block in flight
+    gamma: Gamma  # the most tokens of each branch
+    width: Annotated[int, Int(1, MAX_BRANCHES)]  # the most branches
+    alpha: Annotated[float, Real("[0, 1]")]  # acceptance rate by which branches are shared out over the forks
+    room: Length  # tokens that may still be emitted after base_length
+    ends: EosIds  # ids that end the text: never guessed
+    tail: Committed  # int32 [t]: committed tokens [base_length − t, base_length)
+    tokens: Drafted  # int32 [γ]: the block in flight, the first at position base_length
+
+    def check(self) -> None:
+        _check_tail(self.tail, self.base_length)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Close(Message):
     TAG: ClassVar[int] = 11
     request_id: RequestId
@@ -175,7 +197,7 @@ class Welcome(Message):
     threads: Number
     verify_modes: Names  # open list: unknown names are ignored
     codecs: Names  # open list: unknown names are ignored
-    eos_ids: Annotated[tuple[int, ...], Many(Int(0, MAX_VOCAB), MAX_EOS_IDS)]
+    eos_ids: EosIds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -201,6 +223,7 @@ class Block(Message):
     base_length: Length
     block_id: BlockId
     seconds: Seconds  # compute on the draft
+    rows: Number  # rows of the widest step
     tokens: Drafted  # int32 [γ]: drafted tokens, at most the gamma asked for
     q: Q  # q̃ of the γ tokens
 
@@ -220,6 +243,35 @@ class Verdict(Message):
     origin: Annotated[str, Choice(ORIGINS)]  # bonus where all drafted tokens were kept, γ = 0 included
     seconds: Seconds  # compute of the pass on the target
     rows: Number  # requests in that pass
+    positions: Number  # tokens fed in that pass, all rows together
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Branches(Message):
+    TAG: ClassVar[int] = 14
+    request_id: RequestId
+    epoch: Epoch
+    base_length: Length
+    block_id: BlockId
+    seconds: Seconds  # compute on the draft
+    rows: Number  # rows of the widest step
+    steps: Number  # passes of the draft that it took
+    accepted: EachBranch  # int32 [n]: tokens kept of the block in flight, in each branch's outcome
+    next: EachBranch  # int32 [n]: the guessed token after them
+    lengths: EachBranch  # int32 [n]: tokens of each branch
+    tokens: Annotated[Ids, TokenIds(MAX_BRANCHES * MAX_GAMMA)]  # int32 [Σ lengths]: branches one after another
+    q: Q  # q̃ of those tokens
+
+    def check(self) -> None:
+        if not len(self.accepted) == len(self.next) == len(self.lengths):
+            raise refuse(f"branches of {len(self.accepted)}, {len(self.next)} and {len(self.lengths)} entries")
+        if len(self.lengths) and int(self.lengths.max()) > MAX_GAMMA:
+            raise refuse(f"a branch of {int(self.lengths.max())} tokens, the limit is {MAX_GAMMA}")
+        if int(self.lengths.sum()) != len(self.tokens):
+            raise refuse(f"branches of {int(self.lengths.sum())} tokens in all, {len(self.tokens)} came")
+        if len(set(zip(self.accepted.tolist(), self.next.tolist(), strict=True))) != len(self.accepted):
+            raise refuse("two branches of one outcome")
+        check_structure(self.q, len(self.tokens))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -277,40 +329,12 @@ class Goodbye(Message):
     TAG: ClassVar[int] = 24
 
 
-# ---------------------------------------------------------------- registry
+# ---------------------------------------------------------------- which way each goes
 
-DATA_TO_WORKER = (Hello, GetTokenizer, Open, Propose, Verify, Close)
-DATA_TO_ORCHESTRATOR = (Welcome, TokenizerReply, Opened, Block, Verdict, Failure, Goodbye)
+DATA_TO_WORKER = (Hello, GetTokenizer, Open, Propose, Branch, Verify, Close)
+DATA_TO_ORCHESTRATOR = (Welcome, TokenizerReply, Opened, Block, Branches, Verdict, Failure, Goodbye)
 CONTROL_TO_WORKER = (Ping, Abort, Shutdown)
 CONTROL_TO_ORCHESTRATOR = (Pong, Goodbye, Failure)
-
-REPLIES: dict[type[Message], type[Message]] = {
-    Hello: Welcome,
-    GetTokenizer: TokenizerReply,
-    Open: Opened,
-    Propose: Block,
-    Verify: Verdict,
-    Ping: Pong,
-    Shutdown: Goodbye,
-}
-
-_CLASSES: tuple[type[Message], ...] = tuple(
-    dict.fromkeys(DATA_TO_WORKER + DATA_TO_ORCHESTRATOR + CONTROL_TO_WORKER + CONTROL_TO_ORCHESTRATOR)
-)
-REGISTRY: dict[int, type[Message]] = {cls.TAG: cls for cls in _CLASSES}
-
-
-def _layout(cls: type) -> tuple[tuple[str, Wire], ...]:
-    hints = get_type_hints(cls, include_extras=True)
-    return tuple((field.name, _wire(hints[field.name])) for field in dataclasses.fields(cls))
-
-
-def _wire(hint: Any) -> Wire:
-    wire: Any = get_args(hint)[1]
-    return Record(wire, _layout(wire)) if isinstance(wire, type) else wire
-
-
-LAYOUTS: dict[type, tuple[tuple[str, Wire], ...]] = {cls: _layout(cls) for cls in (*_CLASSES, Sampling)}
 
 
 def token_array(tokens: npt.ArrayLike) -> Ids:
