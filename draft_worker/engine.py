@@ -1,6 +1,7 @@
-"""Proposing with a model: γ batched steps over every request that wants a block; finished rows leave early.
+"""Proposing with a model: every step is one batched pass over all rows that grow, whoever they are for.
 
-Rule E4: encode, decode, sample, send. A token is always drawn from the very q̃ that travels with it.
+Requests join between steps, finished rows leave at once. Rule E4: encode, decode, sample, send: a token is always drawn
+from the very q̃ that travels with it.
 """
 
 from __future__ import annotations
@@ -10,65 +11,54 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from draft_worker.branching import Run
+from draft_worker.drafting import Drafting, mode_of
+from draft_worker.outcomes import guesses, shares
+from draft_worker.public_noise import PublicNoise
 from draft_worker.quantize import Row, draw_counts_rows, draw_dense_rows, pack_rows
 from execution.interface import Executor, Extension
 from protocol.codecs import NO_Q
 from protocol.errors import FailureCode, ProtocolError
-from protocol.messages import Block, Message, Open, Propose, Verify
-from speculative import Stream, draw_coupled, draw_greedy, integers16, log_distribution
-from worker.loop import Job, failure
+from protocol.messages import Block, Branch, Message, Open, Propose
+from speculative import Stream, draw_greedy, integers16, log_distribution
+from worker.loop import failure
+from worker.prefill import ALONE, BESIDE_WORK, PrefillQueue
 from worker.sampling import check_open, sampling_options
-from worker.table import Entry
+from worker.table import Entry, Key, Work
 
 
 @dataclass
-class Drafting:
-    """One request's block while it grows."""
+class Asked:
+    """A block that was asked for, and the row that grows it: the request's own, or a branch's fork."""
 
     entry: Entry
     message: Propose
-    gamma: int
-    feed: list[int]  # what the next step feeds
-    tokens: list[int] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)  # q̃ so far; empty where nothing but tokens travels
-    broken: bool = False  # its logits were NaN
-
-    @property
-    def position(self) -> int:
-        """Of the next token."""
-        return self.message.base_length + len(self.tokens)
-
-    @property
-    def wants_more(self) -> bool:
-        return len(self.tokens) < self.gamma and not self.broken
-
-    def take(self, token: int, row: Row) -> None:
-        """Append a token and the q̃ that it was drawn from (() where none travels)."""
-        if self.tokens:
-            self.entry.cached.append(self.tokens[-1])  # the step that drew this one fed it
-        self.tokens.append(token)
-        self.feed = [token]
-        if row:
-            self.rows.append(row)
-
-    @property
-    def mode(self) -> str:
-        if self.entry.opened.sampling.temperature == 0:
-            return "greedy"
-        return "coupled" if self.entry.opened.verify == "coupled" else self.entry.opened.codec
+    drafting: Drafting
+    run: Run | None = None  # whose branch it continues
+    started: float = field(default_factory=time.perf_counter)
+    rows: int = 1  # of its widest step
+    steps: int = 0
 
 
 class ModelDraftEngine:
-    """Proposes blocks with one executor."""
+    """Proposes blocks, and branches ahead of them, with one executor."""
 
-    work_type: type[Propose] = Propose
+    work_types: tuple[type[Work], ...] = (Propose, Branch)
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
+        self._asked: dict[Key, Asked] = {}
+        self._runs: dict[Key, Run] = {}  # unfinished, or the last one finished
+        self._prefill = PrefillQueue()
+        self._noise = PublicNoise(executor.device)
+        self.in_hand: list[Entry] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._asked or len(self._prefill) or self._unfinished())
 
     def open(self, opened: Open) -> int:
         check_open(opened, opened.vocab_size, self._executor.context_length)
@@ -78,105 +68,188 @@ class ModelDraftEngine:
             )
         return self._executor.open()
 
+    def fill(self, entry: Entry) -> None:
+        self._prefill.add(entry)
+
     def close(self, entry: Entry) -> None:
+        self._prefill.drop(entry)
+        asked = self._asked.pop(entry.key, None)
+        if asked is not None and asked.run is not None:
+            self._end(asked.run)
+        self._drop_run(entry)
         self._executor.close(entry.row)
 
-    def check(self, entry: Entry, message: Propose | Verify) -> None:
+    def check(self, entry: Entry, message: Work) -> None:
         if message.base_length + 1 > self._executor.context_length:
             raise ProtocolError(
                 FailureCode.CONTEXT_FULL,
                 f"{message.base_length} committed tokens fill the draft's context of {self._executor.context_length}",
             )
 
-    def run(self, opened: Sequence[Entry], jobs: Sequence[Job]) -> list[Message]:
-        """Draft every job's block in as many batched steps as the longest takes."""
-        started = time.perf_counter()
-        blocks = [self._begin(job) for job in jobs]
-        drafting = {id(block.entry) for block in blocks if block.gamma}
-        prefill = [entry for entry in opened if id(entry) not in drafting and len(entry.tokens) > 1]
-        draws = _draft_draws([block for block in blocks if block.mode == "counts"])
-        while prefill or any(block.wants_more for block in blocks):
-            active = [block for block in blocks if block.wants_more]
-            log_q = self._step(prefill, active)
-            self._draw(active, log_q, draws)
-            prefill = []
-        seconds = time.perf_counter() - started
-        return [self._finish(block, seconds) for block in blocks]
-
-    def _begin(self, job: Job) -> Drafting:
-        entry, message = job.entry, job.message
+    def start(self, entry: Entry, message: Work) -> None:
+        if isinstance(message, Branch):
+            self._drop_run(entry)
+            self._runs[entry.key] = Run(entry, message)
+            return
         assert isinstance(message, Propose)
+        run = self._runs.pop(entry.key, None)
+        branch = run.follows(message) if run is not None else None
+        if run is not None and branch is not None and (branch.tokens or branch.wants_more):
+            for other in run.branches:
+                if other is not branch:
+                    self._free(other)
+            run.branches = [branch]
+            branch.gamma = min(branch.gamma, message.gamma)
+            self._asked[entry.key] = Asked(entry, message, branch, run)
+            return
+        if run is not None:
+            self._end(run)
         room = self._executor.context_length - message.base_length + 1  # the last token of a block is never fed
-        gamma = min(message.gamma, room)
-        block = Drafting(entry, message, gamma, [])
-        if gamma:
-            keep, block.feed = entry.uncached()
+        drafting = Drafting(entry, entry.row, message.base_length, min(message.gamma, room), [])
+        if drafting.gamma:
+            keep, drafting.feed = entry.uncached()
             self._executor.truncate(entry.row, keep)
             entry.cached = list(entry.tokens)
-        return block
+        self._asked[entry.key] = Asked(entry, message, drafting)
 
-    def _step(self, prefill: Sequence[Entry], active: Sequence[Drafting]) -> Tensor:
-        """One pass: log q of the next token of each of `active`, [N, V]; `prefill` rides along."""
-        batch = [Extension(block.entry.row, self._known(block.feed), 1) for block in active]
-        for entry in prefill:
-            batch.append(Extension(entry.row, self._known(entry.tokens[:-1]), 0))
-            entry.cached = entry.tokens[:-1]
-        logits = self._executor.extend(batch)[: len(active)]
-        if not active:
-            return torch.empty(0)
-        limited = torch.cat(
-            [_limited(row, block.entry.opened.vocab_size) for row, block in zip(logits, active, strict=True)]
-        )
-        log_q = log_distribution(limited, [sampling_options(block.entry.opened.sampling) for block in active])
+    def step(self) -> list[tuple[Entry, Message]]:
+        """One pass over all that grows; the blocks and branches that are complete after it."""
+        asked = [one for one in self._asked.values() if one.drafting.wants_more]
+        runs = self._unfinished()
+        reading = [run for run in runs if not run.forked]
+        growing = [one.drafting for one in asked]
+        growing += [branch for run in runs for branch in run.branches if branch.wants_more]
+        pieces = self._prefill.take(BESIDE_WORK if growing or reading else ALONE)
+        self.in_hand = [one.entry for one in asked] + [run.entry for run in runs] + [piece.entry for piece in pieces]
+
+        batch = [self._reading(run) for run in reading]
+        batch += [Extension(one.row, self._known(one.feed), 1) for one in growing]
+        fed = len(batch)
+        batch += [Extension(p.entry.row, self._known(p.tokens), 0) for p in pieces if p.tokens]
+        logits = self._executor.extend(batch)[:fed] if batch else []
+        replies = self._prefill.fed(pieces)
+        if fed:
+            owners = [run.entry for run in reading] + [one.entry for one in growing]
+            log_q = _log_q(logits, owners)
+            for run, rows in zip(reading, log_q, strict=False):
+                self._fork(run, rows)
+            if growing:
+                self._draw(growing, torch.cat(log_q[len(reading) :]))
+        for one in asked:
+            one.steps, one.rows = one.steps + 1, max(one.rows, fed)
+        for run in runs:
+            run.steps, run.rows = run.steps + 1, max(run.rows, fed)
+        return replies + self._finished(runs)
+
+    # ------------------------------------------------------------ one step
+
+    def _reading(self, run: Run) -> Extension:
+        """The block in flight, on the request's own row: q is wanted at each place where it may end."""
+        entry = run.entry
+        keep, feed = entry.uncached()
+        self._executor.truncate(entry.row, keep)
+        entry.cached = entry.tokens + run.block
+        return Extension(entry.row, self._known(feed + run.block), len(run.block) + 1)
+
+    def _fork(self, run: Run, log_q: Tensor) -> None:
+        """Choose outcomes and give each a row; log_q [γ + 1, V] of the block in flight."""
+        entry, message = run.entry, run.message
+        run.forked = True
+        if bool(log_q.isnan().any()):
+            self._forget_from(entry, len(entry.tokens) - 1)
+        lengths = [run.length(kept, self._executor.context_length) for kept in range(run.forks())]
+        counts = shares(message.width, len(run.block), message.alpha)[: len(lengths)]
+        counts = [count if length else 0 for count, length in zip(counts, lengths, strict=True)]
+        counts += [0] * (len(run.block) + 1 - len(counts))
+        found = guesses(log_q, mode_of(entry), entry.opened.seed, message.base_length, run.block, counts, message.ends)
+        for kept, tokens in enumerate(found):
+            for token in tokens:
+                row = self._executor.fork(entry.row, message.base_length + kept)
+                run.outcomes.append((kept, token))
+                run.branches.append(Drafting(entry, row, message.base_length + kept + 1, lengths[kept], [token]))
+
+    def _draw(self, growing: Sequence[Drafting], log_q: Tensor) -> None:
+        """Append each row's next token; log_q [N, V]."""
         broken = log_q.isnan().any(dim=-1).tolist()
-        for block, is_broken in zip(active, broken, strict=True):
-            block.broken = is_broken
-        return log_q
-
-    def _draw(self, active: Sequence[Drafting], log_q: Tensor, draws: dict[int, npt.NDArray[np.int64]]) -> None:
-        """Append each block's next token; log_q [N, V]."""
+        for one, is_broken in zip(growing, broken, strict=True):
+            one.broken = is_broken
         for mode in ("greedy", "coupled", "counts", "dense"):
-            chosen = [i for i, block in enumerate(active) if block.mode == mode and not block.broken]
+            chosen = [i for i, one in enumerate(growing) if not one.broken and mode_of(one.entry) == mode]
             if not chosen:
                 continue
-            group = [active[i] for i in chosen]
-            q, seeds, positions = (
-                log_q[chosen],
-                [one.entry.opened.seed for one in group],
-                [one.position for one in group],
-            )
+            group = [growing[i] for i in chosen]
+            q = log_q if len(chosen) == len(log_q) else log_q[chosen]
+            seeds, positions = [one.entry.opened.seed for one in group], [one.position for one in group]
             rows: list[Row] = [()] * len(group)
             if mode == "greedy":
                 tokens = draw_greedy(q).tolist()
             elif mode == "coupled":
-                tokens = draw_coupled(q, seeds, positions).tolist()
+                tokens = self._noise.race(q, seeds, positions)
             elif mode == "counts":
-                step = np.array([draws[id(one.entry)][len(one.tokens)] for one in group])
-                tokens, rows = draw_counts_rows(q, step)
+                tokens, rows = draw_counts_rows(q, integers16(seeds, Stream.DRAFT, positions).numpy())
             else:
                 tokens, rows = draw_dense_rows(q, seeds, positions)
-            for block, token, row in zip(group, tokens, rows, strict=True):
-                block.take(token, row)
+            for one, token, row in zip(group, tokens, rows, strict=True):
+                one.take(token, row)
 
-    def _finish(self, block: Drafting, seconds: float) -> Message:
-        if block.broken:  # nothing computed from a NaN may stay
-            keep = len(block.entry.cached) if block.tokens else 0
-            self._executor.truncate(block.entry.row, keep)
-            block.entry.cached = block.entry.cached[:keep]
-            # Tokens drawn before the NaN are sent: it may have come of them, and a drawn token that is thrown away
-            # for what it is would bias the text (rule E2).
-            if not block.tokens:
-                return failure(block.message, ProtocolError(FailureCode.NAN, "the draft's logits are NaN"))
-        message = block.message
+    def _finished(self, runs: Sequence[Run]) -> list[tuple[Entry, Message]]:
+        replies: list[tuple[Entry, Message]] = []
+        for asked in [one for one in self._asked.values() if not one.drafting.wants_more]:
+            del self._asked[asked.entry.key]
+            replies.append((asked.entry, self._block(asked)))
+        for run in runs:
+            if run.done and run.entry.work is run.message:
+                replies.append((run.entry, run.reply()))
+                for branch in run.branches:
+                    self._free(branch)
+        return replies
+
+    def _block(self, asked: Asked) -> Message:
+        drafting, message = asked.drafting, asked.message
+        if asked.run is not None:
+            self._end(asked.run)
+        elif drafting.broken:
+            self._forget_from(asked.entry, len(asked.entry.cached) if drafting.tokens else 0)
+        # Tokens drawn before a NaN are sent: it may have come of them, and a drawn token that is thrown away for what
+        # it is would bias the text (rule E2).
+        if drafting.broken and not drafting.tokens:
+            return failure(message, ProtocolError(FailureCode.NAN, "the draft's logits are NaN"))
+        tokens, rows = drafting.tokens[: message.gamma], drafting.q[: message.gamma]
         return Block(
             request_id=message.request_id,
             epoch=message.epoch,
             base_length=message.base_length,
             block_id=message.block_id,
-            seconds=seconds,
-            tokens=np.asarray(block.tokens, dtype=np.int32),
-            q=pack_rows(block.mode, block.rows, block.entry.opened.vocab_size) if block.rows else NO_Q,
+            seconds=time.perf_counter() - asked.started,
+            rows=asked.rows,
+            steps=asked.steps,
+            tokens=np.asarray(tokens, dtype=np.int32),
+            q=pack_rows(mode_of(asked.entry), rows, asked.entry.opened.vocab_size) if rows else NO_Q,
         )
+
+    # ------------------------------------------------------------ rows
+
+    def _unfinished(self) -> list[Run]:
+        return [run for run in self._runs.values() if run.entry.work is run.message]
+
+    def _drop_run(self, entry: Entry) -> None:
+        run = self._runs.pop(entry.key, None)
+        if run is not None:
+            self._end(run)
+
+    def _end(self, run: Run) -> None:
+        for branch in run.branches:
+            self._free(branch)
+
+    def _free(self, branch: Drafting) -> None:
+        if branch.row >= 0:
+            self._executor.close(branch.row)
+            branch.row = -1
+
+    def _forget_from(self, entry: Entry, length: int) -> None:
+        """Roll the request's row back: nothing computed from a NaN may stay."""
+        self._executor.truncate(entry.row, length)
+        entry.cached = entry.cached[:length]
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
         """Tokens as this model can read them: an id beyond its own (smaller, unpadded) vocabulary is read as id 0.
@@ -187,19 +260,19 @@ class ModelDraftEngine:
         return [token if token < size else 0 for token in tokens]
 
 
-def _draft_draws(blocks: Sequence[Drafting]) -> dict[int, npt.NDArray[np.int64]]:
-    """The integers below 65536 of stream DRAFT for every position of every block [γ], in one call."""
-    if not blocks:
-        return {}
-    seeds = [block.entry.opened.seed for block in blocks for _ in range(block.gamma)]
-    positions = [block.position + k for block in blocks for k in range(block.gamma)]
-    drawn = integers16(seeds, Stream.DRAFT, positions).numpy()
-    ends = np.cumsum([block.gamma for block in blocks])[:-1]
-    return {id(block.entry): part for block, part in zip(blocks, np.split(drawn, ends), strict=True)}
+def _log_q(logits: Sequence[Tensor], owners: Sequence[Entry]) -> list[Tensor]:
+    """log q after each owner's sampling options, [n_i, V]; ids at and above the target's vocabulary are excluded."""
+    rows = [_limited(part, entry.opened.vocab_size) for part, entry in zip(logits, owners, strict=True)]
+    options = [
+        sampling_options(entry.opened.sampling)
+        for part, entry in zip(rows, owners, strict=True)
+        for _ in range(len(part))
+    ]
+    return list(torch.split(log_distribution(torch.cat(rows), options), [len(part) for part in rows]))
 
 
 def _limited(logits: Tensor, vocab_size: int) -> Tensor:
-    """Logits [1, V] with the ids at and above `vocab_size` (the target's) excluded."""
+    """Logits [n, V] with the ids at and above `vocab_size` (the target's) excluded."""
     if logits.shape[1] > vocab_size:
         logits = logits.clone()
         logits[:, vocab_size:] = -torch.inf

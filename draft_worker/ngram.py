@@ -13,10 +13,9 @@ import numpy as np
 from protocol.codecs import NO_Q
 from protocol.errors import FailureCode, ProtocolError
 from protocol.limits import MAX_LENGTH, MAX_VOCAB
-from protocol.messages import Block, Message, Open, Propose, TokenizerReply, Verify
-from worker.loop import Job
+from protocol.messages import Block, Message, Open, Opened, Propose, TokenizerReply
 from worker.process import Served
-from worker.table import Entry
+from worker.table import Entry, Work
 
 LONGEST_MATCH = 4  # tokens of the suffix that is looked for; shorter ones are tried after
 
@@ -34,9 +33,17 @@ def continuation(tokens: Sequence[int], gamma: int, longest: int = LONGEST_MATCH
 
 
 class NgramDraftEngine:
-    """Looks each request's last tokens up in what it holds already."""
+    """Looks each request's last tokens up in what it holds already. It costs too little to be done ahead (Branch)."""
 
-    work_type: type[Propose] = Propose
+    work_types: tuple[type[Work], ...] = (Propose,)
+
+    def __init__(self) -> None:
+        self._replies: list[tuple[Entry, Message]] = []
+        self.in_hand: list[Entry] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._replies)
 
     def open(self, opened: Open) -> int:
         if opened.verify == "rejection" and opened.codec != "none" and opened.sampling.temperature > 0:
@@ -45,29 +52,36 @@ class NgramDraftEngine:
             )
         return 0
 
-    def close(self, entry: Entry) -> None:
-        pass  # there is no row to free
+    def fill(self, entry: Entry) -> None:
+        self._replies.append((entry, Opened(entry.request_id, entry.opened.epoch, len(entry.tokens))))
 
-    def check(self, entry: Entry, message: Propose | Verify) -> None:
+    def close(self, entry: Entry) -> None:
+        self._replies = [one for one in self._replies if one[0] is not entry]
+
+    def check(self, entry: Entry, message: Work) -> None:
         pass  # any block can be looked up
 
-    def run(self, opened: Sequence[Entry], jobs: Sequence[Job]) -> list[Message]:
-        return [self._block(job) for job in jobs]
-
-    def _block(self, job: Job) -> Block:
+    def start(self, entry: Entry, message: Work) -> None:
         started = time.perf_counter()
-        message = job.message
         assert isinstance(message, Propose)
-        tokens = continuation(job.entry.tokens, message.gamma)
-        return Block(
+        tokens = continuation(entry.tokens, message.gamma)
+        block = Block(
             request_id=message.request_id,
             epoch=message.epoch,
             base_length=message.base_length,
             block_id=message.block_id,
             seconds=time.perf_counter() - started,
+            rows=1,
+            steps=1,
             tokens=np.asarray(tokens, dtype=np.int32),
             q=NO_Q,
         )
+        self._replies.append((entry, block))
+
+    def step(self) -> list[tuple[Entry, Message]]:
+        self.in_hand = [entry for entry, _ in self._replies]
+        replies, self._replies = self._replies, []
+        return replies
 
 
 def served_ngram() -> Served:

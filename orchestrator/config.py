@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field
+from typing import Literal
 
 from orchestrator.errors import UsageError
 from orchestrator.places import Place, parse_place
@@ -13,6 +14,8 @@ MAX_GAMMA = 64  # protocol.MAX_GAMMA; a test holds the two together (importing i
 DTYPES = ("float32", "bfloat16", "float16")
 VERIFY_MODES = ("rejection", "coupled")
 CODECS = ("counts", "dense")
+OVERLAPS = ("on", "off")
+Gamma = int | Literal["auto"]
 DEFAULT_TARGET_MODEL = "smollm2-135m-instruct"
 DEFAULT_DRAFT_MODEL = "smollm2-135m-draft"
 
@@ -33,7 +36,8 @@ class RuntimeConfig:
     draft_dtype: str = "float32"
     target_threads: int = field(default_factory=lambda: os.cpu_count() or 1)
     draft_threads: int = 1
-    gamma: int = 1  # the best measured for the default pair on a CPU (README)
+    gamma: Gamma = "auto"  # by goodput: what is measured decides, round by round
+    overlap: str = "on"  # draft while the target verifies; off: take turns
     verify: str = "rejection"
     codec: str = "counts"
     connect_timeout: float = 10.0  # for a worker at an address; one started here is waited for while it lives
@@ -44,11 +48,12 @@ class RuntimeConfig:
         if self.draft == "ngram":
             object.__setattr__(self, "draft", "cpu")
             object.__setattr__(self, "draft_model", "ngram")
-        if not 0 <= self.gamma <= MAX_GAMMA:
-            raise UsageError(f"--gamma {self.gamma} is out of range: expected 0 (plain decoding) to {MAX_GAMMA}")
+        if self.gamma != "auto" and not (isinstance(self.gamma, int) and 0 <= self.gamma <= MAX_GAMMA):
+            raise UsageError(f"--gamma {self.gamma} is out of range: expected auto, or 0 (plain) to {MAX_GAMMA}")
         for name, value, known in (
             ("verify", self.verify, VERIFY_MODES),
             ("codec", self.codec, CODECS),
+            ("overlap", self.overlap, OVERLAPS),
             ("target-dtype", self.target_dtype, DTYPES),
             ("draft-dtype", self.draft_dtype, DTYPES),
         ):

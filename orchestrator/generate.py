@@ -89,6 +89,9 @@ def _summary(generation: Generation) -> str:
     if stats.drafted:
         line += (
             f"; {stats.rounds} rounds, {stats.tokens_per_round:.2f} tokens a round, "
-            f"{stats.accepted} of {stats.drafted} draft tokens accepted ({stats.acceptance_rate:.0%})"
+            f"{stats.accepted} of {stats.drafted} draft tokens accepted ({stats.acceptance_rate:.0%}), "
+            f"mean γ {stats.mean_gamma:.1f}"
         )
+    if stats.hits + stats.misses:
+        line += f", {stats.hit_share:.0%} of next blocks ready in time"
     return line

@@ -15,13 +15,27 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from orchestrator.config import CODECS, DTYPES, VERIFY_MODES, RuntimeConfig
+from orchestrator.config import CODECS, DTYPES, OVERLAPS, VERIFY_MODES, RuntimeConfig
 from orchestrator.request import GenerateOptions
 
 _RUNTIME = RuntimeConfig()
 _GENERATE = GenerateOptions()
 RUNTIME_FIELDS = tuple(field.name for field in dataclasses.fields(RuntimeConfig))
 GENERATE_FIELDS = tuple(field.name for field in dataclasses.fields(GenerateOptions))
+
+
+class GammaType(click.ParamType):  # type: ignore[type-arg]
+    """A number of tokens, or auto."""
+
+    name = "auto|integer"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value == "auto" or isinstance(value, int):
+            return "auto" if value == "auto" else int(value)
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither auto nor a number of tokens", param, ctx)
 
 
 def _option(name: str, owner: object, help_text: str, **extra: Any) -> Callable[..., Any]:
@@ -49,7 +63,13 @@ _RUNTIME_OPTIONS = (
     _option("--draft-dtype", _RUNTIME, "Precision of the draft.", type=click.Choice(DTYPES)),
     _option("--target-threads", _RUNTIME, "CPU threads of the target.", type=int),
     _option("--draft-threads", _RUNTIME, "CPU threads of the draft.", type=int),
-    _option("--gamma", _RUNTIME, "Draft tokens in a block; 0 decodes plainly.", type=int),
+    _option(
+        "--gamma",
+        _RUNTIME,
+        "Draft tokens in a block; 0 decodes plainly; auto: as many as give the most tokens a second, 0 included.",
+        type=GammaType(),
+    ),
+    _option("--overlap", _RUNTIME, "Draft while the target verifies, or take turns.", type=click.Choice(OVERLAPS)),
     _option("--verify", _RUNTIME, "How the target verifies a block.", type=click.Choice(VERIFY_MODES)),
     _option("--codec", _RUNTIME, "How q̃ travels when --verify is rejection.", type=click.Choice(CODECS)),
     _option("--connect-timeout", _RUNTIME, "Seconds to wait for a worker at an address.", type=float),

@@ -55,6 +55,7 @@ class Costs:
     draft: Line = field(default_factory=Line)  # a step, by its rows
     draft_trip: Mean = field(default_factory=Mean)
     target_trip: Mean = field(default_factory=Mean)
+    last_pass: tuple[float, int] = (0.0, 0)
 
     @property
     def known(self) -> bool:
@@ -152,8 +153,8 @@ class Retry:
 class Pacer:
     """One for each runtime: measured costs, and what the draft was worth lately. `gamma` None: chosen by goodput."""
 
-    def __init__(self, gamma: int | None, overlap: bool) -> None:
-        self.costs = Costs()
+    def __init__(self, gamma: int | None, overlap: bool, costs: Costs | None = None) -> None:
+        self.costs = costs if costs is not None else Costs()
         self.alpha = Share(COLD_ALPHA, COLD_WEIGHT, MEMORY)
         self.scale = Share(1.0, COLD_WEIGHT, MEMORY)
         self.active = 0
@@ -167,8 +168,10 @@ class Pacer:
         self._plans_for: tuple[float, ...] = ()
 
     def verified(self, seconds: float, positions: int) -> None:
-        """A pass of the target: compute seconds, and tokens fed in it by all rows."""
-        self.costs.target.add(positions, seconds)
+        """A pass of the target: compute seconds, and tokens fed in it by all rows. Each row tells; it counts once."""
+        if (seconds, positions) != self.costs.last_pass:
+            self.costs.last_pass = (seconds, positions)
+            self.costs.target.add(positions, seconds)
 
     def drafted(self, seconds: float, steps: int, rows: int) -> None:
         """Steps of the draft: compute seconds of all of them, and the rows of the widest."""
@@ -182,6 +185,11 @@ class Pacer:
         trip = self.costs.target_trip
         if target is not None and (self.active <= 1 or not trip.known or target < 2 * trip.value):
             trip.add(target)  # with others it may have the wait for a pass in it, which the plan counts apart
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a request that starts now would draft: not at γ = 0, and not where the draft doesn't pay."""
+        return self.gamma != 0 and (self.gamma is not None or self.plan(self.alpha.value, self.scale.value).gamma > 0)
 
     def request(self) -> Pace:
         """A request starts; close it."""

@@ -49,13 +49,31 @@ class GenerateOptions:
 
 
 @dataclass(frozen=True)
+class Span:
+    """From `start` to `end`, in seconds of time.perf_counter."""
+
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
 class Proposal:
-    """A drafted block as the orchestrator sees it; `source` is who proposed it ("" at γ = 0)."""
+    """A drafted block as the orchestrator sees it; `source` is who proposed it ("" at γ = 0).
+
+    A block from a branch was drafted while the one before it was verified: it costs this round no time.
+    """
 
     tokens: tuple[int, ...] = ()
     source: str = ""
     seconds: float = 0.0  # the draft worker's compute
     wire_seconds: float = 0.0  # round trip less compute
+    origin: Literal["", "drafted", "branch"] = ""
+    rows: int = 1  # of the draft's widest step
+    span: Span | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +86,23 @@ class Verified:
     seconds: float  # the target worker's compute
     wire_seconds: float
     bytes_sent: int  # the block as sent to the target, all frames
+    rows: int = 1  # requests in the pass
+    positions: int = 1  # tokens fed in the pass
+    span: Span | None = None
+
+
+@dataclass(frozen=True)
+class Branching:
+    """The branches that were drafted while this round's block was verified; `hit`: one was for what came out."""
+
+    asked: int
+    width: int = 0  # that came in time
+    hit: bool = False
+    seconds: float = 0.0
+    rows: int = 1
+    steps: int = 0
+    bytes_received: int = 0
+    span: Span | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +115,9 @@ class Round:
     verified: Verified
     emitted: tuple[int, ...]  # what was committed: cut at an end token or at the token limit
     finish_reason: FinishReason | None
+    gamma: int = 0  # decided before anything was drawn
+    branching: Branching | None = None  # None: no branches were asked for
+    span: Span | None = None
 
     @property
     def kept(self) -> int:
@@ -118,7 +156,15 @@ class Request:
         """γ for the next round: a round emits up to γ + 1 tokens, so no more than room − 1 are worth drafting."""
         return max(0, min(gamma, self.room - 1))
 
-    def commit(self, proposal: Proposal, verified: Verified) -> Round:
+    def commit(
+        self,
+        proposal: Proposal,
+        verified: Verified,
+        *,
+        gamma: int = 0,
+        branching: Branching | None = None,
+        span: Span | None = None,
+    ) -> Round:
         """Append a round's tokens, cut at the first end token and at the token limit, and return the round."""
         base_length = len(self.tokens)
         emitted = [*proposal.tokens[: verified.accepted], verified.token][: self.room]
@@ -130,6 +176,16 @@ class Request:
         self.tokens.extend(emitted)
         if self.finish_reason is None and self.room == 0:
             self.finish_reason = "length"
-        done = Round(self.rounds, base_length, proposal, verified, tuple(emitted), self.finish_reason)
+        done = Round(
+            index=self.rounds,
+            base_length=base_length,
+            proposal=proposal,
+            verified=verified,
+            emitted=tuple(emitted),
+            finish_reason=self.finish_reason,
+            gamma=gamma,
+            branching=branching,
+            span=span,
+        )
         self.rounds += 1
         return done

@@ -1,21 +1,21 @@
-"""One round: draft → verify → commit. What can go wrong on the draft's side costs speed and nothing else (γ = 0)."""
+"""One round: draft → verify → commit, the next one drafted meanwhile. A draft's failure costs speed only (γ = 0)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from dataclasses import dataclass
+import time
 
-from orchestrator.draft_pool import DraftPool
+from orchestrator.drafting import EMPTY, Ahead, Drafted, Drafter
 from orchestrator.errors import SpecdecError, WorkerFault
 from orchestrator.lane import Lane
+from orchestrator.pace import Pace, Pacer
 from orchestrator.peer import Peer
-from orchestrator.request import Proposal, Request, Round, Verified
-from protocol.codecs import NO_Q, EncodedQ
+from orchestrator.request import Branching, Request, Round, Span, Verified
 from protocol.errors import FailureCode, LinkError, LinkLost, ProtocolError, WorkerFailure
 from protocol.link import Reply
-from protocol.messages import Block, Propose, Verdict, Verify, token_array
+from protocol.messages import Verdict, Verify, token_array
 
 logger = logging.getLogger(__name__)
 MAX_REOPENS = 3  # a worker that refuses a request freshly opened more often than this is broken
@@ -29,157 +29,109 @@ class BlockRefused(Exception):
     """The target can't read the block: ids outside its vocabulary, a q̃ that is no distribution."""
 
 
-@dataclass(frozen=True)
-class Drafted:
-    """What a round starts from: the proposal, and the block's q̃ as it came, passed on undecoded."""
-
-    proposal: Proposal
-    q: EncodedQ
-
-
-EMPTY = Drafted(Proposal(), NO_Q)
-
-
 class Rounds:
     """The loop of one request over the two workers."""
 
-    def __init__(self, request: Request, target: Peer, drafts: DraftPool, gamma: int, lanes: tuple[Lane, Lane]) -> None:
+    def __init__(self, request: Request, target: Peer, lane: Lane, drafter: Drafter, pacer: Pacer) -> None:
         self._request = request
         self._target = target
-        self._drafts = drafts
-        self._gamma = gamma
-        self._target_lane, self._draft_lane = lanes
+        self._lane = lane
+        self._drafter = drafter
+        self._pacer = pacer
+        self._pace: Pace = pacer.request()
         self._block_id = 0
-        self._opening: asyncio.Task[None] | None = None  # the draft's prefill, beside the target's
-        self._asked: asyncio.Task[Reply[Block]] | None = None  # a proposal still to come, maybe not waited for any more
+        self._next: Drafted | None = None  # a branch that was hit: this round's block is there already
 
     async def open(self) -> None:
         """Open the request on both workers at once: both prefill the prompt. Only the target is waited for."""
-        if self._drafts.peer is not None and self._gamma > 0:
-            self._opening = asyncio.create_task(self._draft_lane.open(self._drafts.peer))
+        if self._pacer.drafts:
+            self._drafter.open()
         try:
-            await self._target_lane.open(self._target)
+            await self._lane.open(self._target)
         except (LinkError, ProtocolError) as error:
             raise await self._target_fault(error) from error
 
     async def run(self) -> Round:
         """Draft, verify, commit."""
+        started = time.perf_counter()
         self._block_id += 1
-        drafted = await self._draft(self._request.clip(self._gamma))
+        plan = self._pace.plan()
+        drafted = self._next or await self._drafter.block(self._block_id, plan)
+        self._next = None
+        verifying = asyncio.create_task(self._verify(drafted))  # its block goes out first
+        ahead = self._drafter.ahead(self._block_id, drafted, plan, self._pace.alpha)
         try:
-            verified = await self._verify(drafted)
+            verified = await verifying
         except BlockRefused as error:
             logger.warning("request %d: %s; going on without this block", self._request.request_id, error)
             self._block_id += 1
             drafted = EMPTY
             verified = await self._verify(drafted)
-        return self._request.commit(drafted.proposal, verified)
+        finally:
+            await _cancel(verifying)
+        branching = self._settle(ahead, verified)
+        self._learn(drafted, verified, branching)
+        span = Span(started, time.perf_counter())
+        return self._request.commit(drafted.proposal, verified, gamma=drafted.gamma, branching=branching, span=span)
+
+    def _settle(self, ahead: Ahead | None, verified: Verified) -> Branching | None:
+        """Look the outcome up among the branches.
+
+        A branch is for committed tokens, so that one of a block which the target refused serves as well.
+        """
+        if ahead is None:
+            return None
+        branching, self._next = self._drafter.settle(ahead, verified.accepted, verified.token)
+        return branching
+
+    def _learn(self, drafted: Drafted, verified: Verified, branching: Branching | None) -> None:
+        count = len(drafted.proposal.tokens)
+        self._pacer.verified(verified.seconds, verified.positions)
+        self._pacer.round_trips(target=verified.wire_seconds)
+        hit = None if branching is None else branching.hit
+        self._pace.add(count, verified.accepted, verified.accepted < count, hit)
 
     async def close(self) -> None:
         """Free both workers' state; never raises."""
-        pending = [task for task in (self._opening, self._asked) if task is not None]
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-        for lane, peer in ((self._target_lane, self._target), (self._draft_lane, self._drafts.peer)):
-            with contextlib.suppress(LinkError):  # the worker is gone, and what it held with it
-                lane.close(peer)
-
-    # ------------------------------------------------------------------ draft
-
-    async def _draft(self, gamma: int) -> Drafted:
-        """A block of up to γ tokens, or none: the draft is absent, dead, late, full or confused."""
-        peer = self._drafts.peer
-        if self._asked is not None and self._asked.done():  # the answer to a late question: of no use any more
-            self._asked.exception()  # retrieved, so that nothing is logged about it
-            self._asked = None
-        if peer is None or gamma == 0 or self._asked is not None:
-            return EMPTY
-        base_length = len(self._request.tokens)
-        gamma = min(gamma, peer.welcome.context_length - base_length)
-        if gamma <= 0:  # the draft's context is shorter than the target's
-            return EMPTY
-        asked = asyncio.create_task(self._propose(peer, base_length, gamma))
-        self._asked = asked
-        try:
-            reply = await asyncio.wait_for(asyncio.shield(asked), self._drafts.timeout)
-        except TimeoutError:
-            self._tell_late()
-            return EMPTY
-        except (LinkError, ProtocolError) as error:
-            self._asked = None
-            self._drop_draft(error)
-            return EMPTY
-        self._asked = None
-        block = reply.message
-        self._draft_lane.known = base_length
-        wire_seconds = max(0.0, reply.round_trip_seconds - block.seconds)
-        proposal = Proposal(tuple(block.tokens.tolist()), peer.welcome.model, block.seconds, wire_seconds)
-        return Drafted(proposal, block.q)
-
-    async def _propose(self, peer: Peer, base_length: int, gamma: int) -> Reply[Block]:
-        """Open the request on the draft where it isn't, and ask for a block."""
-        if self._opening is not None:
-            opening, self._opening = self._opening, None
-            await opening
-        await self._draft_lane.open(peer)
-        message = Propose(
-            request_id=self._request.request_id,
-            epoch=self._draft_lane.epoch,
-            base_length=base_length,
-            block_id=self._block_id,
-            gamma=gamma,
-            tail=self._draft_lane.tail(),
-        )
-        return await peer.link.request(message, None)
-
-    def _tell_late(self) -> None:
-        logger.warning(
-            "request %d: no block from the draft within %g s; going on at γ = 0 until it answers",
-            self._request.request_id,
-            self._drafts.timeout,
-        )
-
-    def _drop_draft(self, error: LinkError | ProtocolError) -> None:
-        if isinstance(error, WorkerFailure) and self._draft_lane.reopens(error):
-            return  # opened again next round, at the next epoch
-        if not isinstance(error, LinkLost):  # a lost worker is reported once, by the pool
-            logger.warning("request %d: no block from the draft: %s", self._request.request_id, error)
-        self._draft_lane.forget()
+        self._pace.close()
+        await self._drafter.close()
+        with contextlib.suppress(LinkError):  # the worker is gone, and what it held with it
+            self._lane.close(self._target)
 
     # ------------------------------------------------------------------ verify
 
     async def _verify(self, drafted: Drafted) -> Verified:
         """The target's verdict on the block. Raises WorkerFault when the target is gone."""
+        started = time.perf_counter()
         for _ in range(MAX_REOPENS):
             try:
-                await self._target_lane.open(self._target)
+                await self._lane.open(self._target)
                 reply = await self._target.link.request(self._verify_message(drafted), None)
             except WorkerFailure as error:
-                if self._target_lane.reopens(error):
+                if self._lane.reopens(error):
                     continue
                 if drafted.proposal.tokens and error.code in BLOCK_CODES:
                     raise BlockRefused(f"the target refused the draft's block: {error.text}") from error
                 raise await self._target_fault(error) from error
             except (LinkError, ProtocolError) as error:
                 raise await self._target_fault(error) from error
-            return self._verified(reply)
+            return self._verified(reply, started)
         raise WorkerFault("the target worker keeps refusing a request that was just opened; restart it")
 
     def _verify_message(self, drafted: Drafted) -> Verify:
         return Verify(
             request_id=self._request.request_id,
-            epoch=self._target_lane.epoch,
+            epoch=self._lane.epoch,
             base_length=len(self._request.tokens),
             block_id=self._block_id,
-            tail=self._target_lane.tail(),
+            tail=self._lane.tail(),
             tokens=token_array(drafted.proposal.tokens),
             q=drafted.q,
         )
 
-    def _verified(self, reply: Reply[Verdict]) -> Verified:
+    def _verified(self, reply: Reply[Verdict], started: float) -> Verified:
         verdict = reply.message
-        self._target_lane.known = len(self._request.tokens) + verdict.accepted + 1
+        self._lane.known = len(self._request.tokens) + verdict.accepted + 1
         return Verified(
             accepted=verdict.accepted,
             token=verdict.token,
@@ -187,9 +139,19 @@ class Rounds:
             seconds=verdict.seconds,
             wire_seconds=max(0.0, reply.round_trip_seconds - verdict.seconds),
             bytes_sent=reply.bytes_sent,
+            rows=verdict.rows,
+            positions=verdict.positions,
+            span=Span(started, time.perf_counter()),
         )
 
     async def _target_fault(self, error: LinkError | ProtocolError) -> SpecdecError:
         if isinstance(error, LinkLost):
             return await self._target.lost  # says how it went
         return WorkerFault(f"the target worker failed the request: {error}")
+
+
+async def _cancel(task: asyncio.Task[Verified]) -> None:
+    """Whatever ended the round, nothing of it goes on."""
+    if not task.done():
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -14,10 +14,12 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.config import RuntimeConfig
+from orchestrator.config import Gamma, RuntimeConfig
 from orchestrator.draft_pool import DraftPool
+from orchestrator.drafting import Drafter
 from orchestrator.errors import UsageError, WorkerFault
 from orchestrator.lane import Lane, check_offered, negotiated_codec
+from orchestrator.pace import Costs, Pacer
 from orchestrator.peer import LinkFactory, Peer
 from orchestrator.request import FinishReason, GenerateOptions, Request
 from orchestrator.round import Rounds
@@ -87,6 +89,8 @@ class Runtime:
         except TypeError as error:
             raise UsageError(f"unknown Runtime field: {error}") from error
         self._drafts = DraftPool(self.config, draft_link)
+        self._costs = Costs()
+        self._pacers: dict[tuple[Gamma, bool], Pacer] = {}
         self._target: Peer | None = None
         self._text: TextCodec | None = None
         self._ids = itertools.count(1)
@@ -159,19 +163,22 @@ class Runtime:
         *,
         raw: bool = False,
         trace: TraceSink | None = None,
-        gamma: int | None = None,
+        gamma: Gamma | None = None,
+        overlap: str | None = None,
         verify: str | None = None,
         codec: str | None = None,
         **options: Any,
     ) -> AsyncGenerator[Chunk]:
         """Generate from text (through the chat template unless `raw`) or from token ids; a chunk a round.
 
-        `options` are the fields of GenerateOptions; `gamma`, `verify` and `codec` override the runtime's for this
-        request. Raises UsageError for what can't be served and WorkerFault when the target is lost. Leaving the loop
-        early frees both workers' state (use contextlib.aclosing).
+        `options` are the fields of GenerateOptions; `gamma`, `overlap`, `verify` and `codec` override the runtime's for
+        this request. Raises UsageError for what can't be served and WorkerFault when the target is lost. Leaving the
+        loop early frees both workers' state (use contextlib.aclosing).
         """
         started = time.perf_counter()
-        config = RuntimeConfig(**{**vars(self.config), **_given(gamma=gamma, verify=verify, codec=codec)})
+        config = RuntimeConfig(
+            **{**vars(self.config), **_given(gamma=gamma, overlap=overlap, verify=verify, codec=codec)}
+        )
         request = self._request(prompt, raw, _options(options))
         rounds = self._rounds(request, config)
         stats, stream = RequestStats(), self.text.stream()
@@ -233,11 +240,17 @@ class Runtime:
     def _rounds(self, request: Request, config: RuntimeConfig) -> Rounds:
         codec = negotiated_codec(config, request.options.temperature, self.draft)
         vocab_size = self.target.welcome.vocab_size
-        lanes = (
-            Lane(request, config.verify, codec, vocab_size),
-            Lane(request, config.verify, codec, vocab_size),
-        )
-        return Rounds(request, self.target, self._drafts, config.gamma, lanes)
+        target, draft = (Lane(request, config.verify, codec, vocab_size) for _ in range(2))
+        pacer = self._pacer(config)
+        return Rounds(request, self.target, target, Drafter(request, self._drafts, draft, pacer), pacer)
+
+    def _pacer(self, config: RuntimeConfig) -> Pacer:
+        """The pace of all requests with this γ and overlap; what was measured is shared by all."""
+        overlap = config.overlap == "on" and self.draft is not None and self.draft.welcome.source == "model"
+        key = (config.gamma, overlap)
+        if key not in self._pacers:
+            self._pacers[key] = Pacer(None if config.gamma == "auto" else config.gamma, overlap, self._costs)
+        return self._pacers[key]
 
 
 async def _cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:

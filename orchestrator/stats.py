@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from orchestrator.request import Request, Round
+from orchestrator.request import Branching, Request, Round
 
 
 @dataclass
@@ -19,8 +19,13 @@ class RequestStats:
     refused: int = 0  # draft tokens tested and refused: at most one a round, those after it were never tested
     emitted: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
+    hits: int = 0  # rounds after which a branch was there for what came out
+    misses: int = 0  # and those that had asked for branches in vain
+    gammas: dict[int, int] = field(default_factory=dict)  # rounds by the γ that was decided
     block_bytes: int = 0  # frames of verifies that carried draft tokens
+    branch_bytes: int = 0  # frames that brought branches
     draft_seconds: float = 0.0
+    branch_seconds: float = 0.0
     verify_seconds: float = 0.0
     wire_seconds: float = 0.0
 
@@ -37,6 +42,14 @@ class RequestStats:
         self.accepted_per_position.extend([0] * missing)
         for position in range(done.kept):
             self.accepted_per_position[position] += 1
+        self.gammas[done.gamma] = self.gammas.get(done.gamma, 0) + 1
+        branching = done.branching
+        if branching is not None:
+            self.branch_bytes += branching.bytes_received
+            self.branch_seconds += branching.seconds
+            if done.finish_reason is None:  # after the last round nothing could be hit
+                self.hits += branching.hit
+                self.misses += not branching.hit
         self.draft_seconds += done.proposal.seconds
         self.verify_seconds += done.verified.seconds
         self.wire_seconds += done.proposal.wire_seconds + done.verified.wire_seconds
@@ -48,6 +61,14 @@ class RequestStats:
     @property
     def tokens_per_round(self) -> float:
         return self.emitted / self.rounds if self.rounds else 0.0
+
+    @property
+    def mean_gamma(self) -> float:
+        return sum(gamma * rounds for gamma, rounds in self.gammas.items()) / self.rounds if self.rounds else 0.0
+
+    @property
+    def hit_share(self) -> float:
+        return self.hits / (self.hits + self.misses) if self.hits + self.misses else 0.0
 
     @property
     def wire_bytes_per_draft_token(self) -> float:
@@ -64,12 +85,16 @@ class RequestStats:
             "tokens_per_round": self.tokens_per_round,
             "wire_bytes_per_draft_token": self.wire_bytes_per_draft_token,
             "accepted_per_position": list(self.accepted_per_position),
+            "gammas": {str(gamma): rounds for gamma, rounds in sorted(self.gammas.items())},
+            "branch_hits": self.hits,
+            "branch_misses": self.misses,
         }
 
     def seconds(self, total: float) -> dict[str, float]:
         """The object `seconds` of --json; `total` is the request's wall time."""
         return {
             "draft": self.draft_seconds,
+            "branches": self.branch_seconds,
             "verify": self.verify_seconds,
             "wire": self.wire_seconds,
             "total": total,
@@ -83,18 +108,31 @@ class TraceSink:
         self._stream = stream
 
     def write(self, request: Request, done: Round) -> None:
-        proposal, verified = done.proposal, done.verified
+        proposal, verified, branching = done.proposal, done.verified, done.branching
         line = {
             "request": request.request_id,
             "round": done.index,
             "base_length": done.base_length,
+            "gamma": done.gamma,
             "source": proposal.source or None,
+            "origin": proposal.origin or None,
             "proposed": list(proposal.tokens),
             "accepted": verified.accepted,
             verified.origin: verified.token,
             "emitted": list(done.emitted),
             "finish_reason": done.finish_reason,
             "bytes_to_target": verified.bytes_sent,
+            "branches": _branches(branching),
+            "rows": verified.rows,
+            "spans": {
+                name: None if span is None else [span.start, span.end]
+                for name, span in (
+                    ("round", done.span),
+                    ("draft", proposal.span),
+                    ("verify", verified.span),
+                    ("branches", branching.span if branching is not None else None),
+                )
+            },
             "seconds": {
                 "draft": proposal.seconds,
                 "verify": verified.seconds,
@@ -103,3 +141,15 @@ class TraceSink:
         }
         self._stream.write(json.dumps(line) + "\n")
         self._stream.flush()
+
+
+def _branches(branching: Branching | None) -> dict[str, Any] | None:
+    if branching is None:
+        return None
+    return {
+        "asked": branching.asked,
+        "came": branching.width,
+        "hit": branching.hit,
+        "seconds": branching.seconds,
+        "bytes": branching.bytes_received,
+    }

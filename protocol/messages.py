@@ -224,6 +224,7 @@ class Block(Message):
     block_id: BlockId
     seconds: Seconds  # compute on the draft
     rows: Number  # rows of the widest step
+    steps: Number  # passes of the draft that it took since it was asked for
     tokens: Drafted  # int32 [γ]: drafted tokens, at most the gamma asked for
     q: Q  # q̃ of the γ tokens
 

@@ -1,6 +1,7 @@
-"""One batched pass of the target: extend every pending row, verify every block, keep what was accepted.
+"""The target's passes: each extends every row that waits, verifies every block, keeps what was accepted.
 
-Requests of any verify mode, γ and options share the pass; only the comparison afterwards is done by mode.
+Continuous batching: a request joins the next pass, whatever the others are at. Requests of any verify mode, γ and
+options share a pass; only the comparison afterwards is done by mode.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from torch import Tensor
 from execution.interface import Executor, Extension
 from protocol.codecs import decode
 from protocol.errors import FailureCode, ProtocolError
-from protocol.messages import Message, Open, Propose, Verdict, Verify
+from protocol.messages import Message, Open, Verdict, Verify
 from speculative import Outcome, log_distribution, verify_coupled, verify_greedy, verify_rejection
-from worker.loop import Job, failure
+from worker.loop import failure
+from worker.prefill import ALONE, BESIDE_WORK, PASS_TOKENS, PrefillQueue
 from worker.sampling import check_open, sampling_options
-from worker.table import Entry
+from worker.table import Entry, Work
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A job whose q̃ was decoded: the block as the verifier reads it."""
+    """A block as the verifier reads it: its q̃ decoded."""
 
-    place: int  # in the batch's replies
     entry: Entry
     message: Verify
     tokens: list[int]  # [γ]
@@ -37,23 +38,43 @@ class Checked:
     def mode(self) -> str:
         return "greedy" if self.entry.opened.sampling.temperature == 0 else self.entry.opened.verify
 
+    def feed(self) -> tuple[int, list[int]]:
+        """(length to which the row is rolled back, tokens that the pass feeds after it)."""
+        keep, missing = self.entry.uncached()
+        return keep, missing + self.tokens
+
 
 class TargetEngine:
-    """Verifies blocks with one executor."""
+    """Verifies blocks with one executor. A pass takes at most `pass_tokens` tokens (one block always fits)."""
 
-    work_type: type[Verify] = Verify
+    work_types: tuple[type[Work], ...] = (Verify,)
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, pass_tokens: int = PASS_TOKENS) -> None:
         self._executor = executor
+        self._pass_tokens = pass_tokens
+        self._waiting: list[Checked] = []  # in the order of arrival
+        self._refused: list[tuple[Entry, Message]] = []  # answers that need no pass
+        self._prefill = PrefillQueue()
+        self.in_hand: list[Entry] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._refused or len(self._prefill))
 
     def open(self, opened: Open) -> int:
         check_open(opened, self._executor.vocab_size, self._executor.context_length)
         return self._executor.open()
 
+    def fill(self, entry: Entry) -> None:
+        self._prefill.add(entry)
+
     def close(self, entry: Entry) -> None:
+        self._prefill.drop(entry)
+        self._waiting = [one for one in self._waiting if one.entry is not entry]
+        self._refused = [one for one in self._refused if one[0] is not entry]
         self._executor.close(entry.row)
 
-    def check(self, entry: Entry, message: Verify | Propose) -> None:
+    def check(self, entry: Entry, message: Work) -> None:
         assert isinstance(message, Verify)
         vocab_size, context_length = self._executor.vocab_size, self._executor.context_length
         for tokens in (message.tail, message.tokens):
@@ -68,26 +89,53 @@ class TargetEngine:
                 f"context of {context_length}; draft fewer",
             )
 
-    def run(self, opened: Sequence[Entry], jobs: Sequence[Job]) -> list[Message]:
-        """One pass. A job whose q̃ is malformed, or whose logits are NaN, fails alone."""
-        started = time.perf_counter()
-        replies: list[Message | None] = [None] * len(jobs)
-        checked: list[Checked] = []
-        for place, job in enumerate(jobs):
-            try:
-                checked.append(self._checked(place, job))
-            except ProtocolError as error:
-                replies[place] = failure(job.message, error)
-        logits = self._extend(opened, checked)
-        outcomes = self._verify(checked, logits)
-        seconds = time.perf_counter() - started
-        for one, outcome in zip(checked, outcomes, strict=True):
-            replies[one.place] = self._settle(one, outcome, seconds, len(checked))
-        return [reply for reply in replies if reply is not None]
-
-    def _checked(self, place: int, job: Job) -> Checked:
-        message = job.message
+    def start(self, entry: Entry, message: Work) -> None:
+        """A block whose q̃ is malformed fails alone."""
         assert isinstance(message, Verify)
+        try:
+            self._waiting.append(self._checked(entry, message))
+        except ProtocolError as error:
+            self._refused.append((entry, failure(message, error)))
+
+    def step(self) -> list[tuple[Entry, Message]]:
+        """One pass over the blocks that wait, oldest first, and a piece of the prompts that wait."""
+        started = time.perf_counter()
+        replies, self._refused = self._refused, []
+        batch, chosen = self._chosen()
+        room = self._pass_tokens - sum(len(extension.tokens) for extension in batch)
+        pieces = self._prefill.take(min(room, BESIDE_WORK if batch else ALONE))
+        self.in_hand = [one.entry for one in chosen] + [piece.entry for piece in pieces]
+        batch += [Extension(piece.entry.row, piece.tokens, 0) for piece in pieces if piece.tokens]
+        logits = self._executor.extend(batch) if batch else []
+        replies += self._prefill.fed(pieces)
+        if chosen:
+            outcomes = self._verify(chosen, logits[: len(chosen)])
+            cost = (time.perf_counter() - started, len(chosen), sum(len(extension.tokens) for extension in batch))
+            for one, outcome in zip(chosen, outcomes, strict=True):
+                replies.append((one.entry, self._settle(one, outcome, cost)))
+        return replies
+
+    def _chosen(self) -> tuple[list[Extension], list[Checked]]:
+        """The pass's blocks and what they feed; the rest waits for the next one."""
+        batch: list[Extension] = []
+        chosen: list[Checked] = []
+        later: list[Checked] = []
+        room = self._pass_tokens
+        for one in self._waiting:
+            keep, feed = one.feed()
+            if batch and len(feed) > room:
+                later.append(one)
+                continue
+            entry = one.entry
+            self._executor.truncate(entry.row, keep)
+            batch.append(Extension(entry.row, feed, len(one.tokens) + 1))
+            entry.cached = entry.tokens + one.tokens
+            chosen.append(one)
+            room -= len(feed)
+        self._waiting = later
+        return batch, chosen
+
+    def _checked(self, entry: Entry, message: Verify) -> Checked:
         try:
             q_ids, q_probs = decode(message.q, message.tokens, self._executor.vocab_size)
         except ProtocolError as error:
@@ -95,28 +143,12 @@ class TargetEngine:
             code = FailureCode.BAD_VALUE if error.code == FailureCode.NAN else error.code
             raise ProtocolError(code, error.text) from error
         return Checked(
-            place,
-            job.entry,
+            entry,
             message,
             message.tokens.tolist(),
             torch.from_numpy(q_ids.copy()),
             torch.from_numpy(q_probs.copy()),
         )
-
-    def _extend(self, opened: Sequence[Entry], checked: Sequence[Checked]) -> list[Tensor]:
-        """The pass itself. Returns a block's logits [γ + 1, V] for each of `checked`."""
-        batch: list[Extension] = []
-        for one in checked:
-            keep, feed = one.entry.uncached()
-            self._executor.truncate(one.entry.row, keep)
-            batch.append(Extension(one.entry.row, feed + one.tokens, len(one.tokens) + 1))
-            one.entry.cached = one.entry.tokens + one.tokens
-        verified = {id(one.entry) for one in checked}
-        for entry in opened:
-            if id(entry) not in verified and len(entry.tokens) > 1:  # prefill all but the last: a block feeds that
-                batch.append(Extension(entry.row, entry.tokens[:-1], 0))
-                entry.cached = entry.tokens[:-1]
-        return self._executor.extend(batch)[: len(checked)] if batch else []
 
     def _verify(self, checked: Sequence[Checked], logits: Sequence[Tensor]) -> list[Outcome]:
         """Outcomes in the order of `checked`, each mode's requests in one call."""
@@ -128,8 +160,8 @@ class TargetEngine:
                 outcomes.update(zip(chosen, _verify_group(mode, group, [logits[i] for i in chosen]), strict=True))
         return [outcomes[index] for index in range(len(checked))]
 
-    def _settle(self, one: Checked, outcome: Outcome, seconds: float, rows: int) -> Message:
-        """Keep the accepted prefix on the row, and make the verdict."""
+    def _settle(self, one: Checked, outcome: Outcome, cost: tuple[float, int, int]) -> Message:
+        """Keep the accepted prefix on the row, and make the verdict; cost: seconds, rows, positions of the pass."""
         entry, message = one.entry, one.message
         if outcome.error is not None:
             self._executor.truncate(entry.row, 0)  # nothing computed from a NaN may stay
@@ -147,8 +179,9 @@ class TargetEngine:
             accepted=outcome.accepted,
             token=outcome.token,
             origin=outcome.origin,
-            seconds=seconds,
-            rows=rows,
+            seconds=cost[0],
+            rows=cost[1],
+            positions=cost[2],
         )
         return entry.verdict
 

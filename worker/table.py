@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 from protocol.control import Peer
 from protocol.errors import ProtocolError
-from protocol.messages import Open, Verdict
+from protocol.messages import Branch, Open, Propose, Verdict, Verify
 
 Key = tuple[Peer, int]
+Work = Propose | Branch | Verify
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Entry:
     tokens: list[int]
     cached: list[int] = field(default_factory=list)
     verdict: Verdict | None = None  # the last one given: a repeated verify returns it (rule E5)
+    work: Work | None = None  # what is being worked on
 
     @property
     def request_id(self) -> int:

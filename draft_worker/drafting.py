@@ -1,0 +1,52 @@
+"""One row of the draft while its block grows: what to feed, what was drawn, and the q̃ that it was drawn from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from draft_worker.quantize import Row
+from worker.table import Entry
+
+
+def mode_of(entry: Entry) -> str:
+    """How a request's tokens are drawn: greedy, coupled, or by the codec that its q̃ travels in."""
+    if entry.opened.sampling.temperature == 0:
+        return "greedy"
+    return "coupled" if entry.opened.verify == "coupled" else entry.opened.codec
+
+
+@dataclass
+class Drafting:
+    """A block of up to γ tokens, the first at position `base`, on one row of the executor."""
+
+    entry: Entry
+    row: int
+    base: int
+    gamma: int
+    feed: list[int]  # what the next step feeds
+    tokens: list[int] = field(default_factory=list)
+    q: list[Row] = field(default_factory=list)  # q̃ so far; empty where nothing but tokens travels
+    broken: bool = False  # its logits were NaN
+
+    @property
+    def position(self) -> int:
+        """Of the next token."""
+        return self.base + len(self.tokens)
+
+    @property
+    def wants_more(self) -> bool:
+        return len(self.tokens) < self.gamma and not self.broken
+
+    @property
+    def on_main_row(self) -> bool:
+        """False for a branch, which grows on a fork of the request's row."""
+        return self.row == self.entry.row
+
+    def take(self, token: int, q: Row) -> None:
+        """Append a token and the q̃ that it was drawn from (() where none travels)."""
+        if self.tokens and self.on_main_row:
+            self.entry.cached.append(self.tokens[-1])  # the step that drew this one fed it
+        self.tokens.append(token)
+        self.feed = [token]
+        if q:
+            self.q.append(q)
