@@ -38,7 +38,13 @@ def verdict(message: Verify, **changes: object) -> Verdict:
     fields: dict[str, object] = {"accepted": len(message.tokens), "token": 7, "origin": "bonus", "base_length": 3}
     fields |= changes
     return Verdict(
-        request_id=message.request_id, epoch=message.epoch, block_id=message.block_id, seconds=0.5, rows=1, **fields
+        request_id=message.request_id,
+        epoch=message.epoch,
+        block_id=message.block_id,
+        seconds=0.5,
+        rows=1,
+        positions=5,
+        **fields,
     )  # type: ignore[arg-type]
 
 

@@ -10,11 +10,12 @@ import zmq
 
 from protocol.endpoint import Endpoint
 from protocol.framing import decode, encode
+from protocol.limits import PROTOCOL_VERSION
 from protocol.messages import Hello, Message
 from tests.protocol.support import PATIENCE
 
 Context = zmq.Context[zmq.Socket[bytes]]
-HELLO = Hello(1, "orchestrator", "test")
+HELLO = Hello(PROTOCOL_VERSION, "orchestrator", "test")
 M = TypeVar("M", bound=Message)
 
 

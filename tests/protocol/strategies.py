@@ -10,7 +10,9 @@ from hypothesis.extra import numpy as npst
 
 from protocol import fields
 from protocol.codecs import EncodedQ
-from protocol.messages import LAYOUTS, REGISTRY, Block, Hello, Message, Propose, Verify, Welcome
+from protocol.limits import MAX_GAMMA, PROTOCOL_VERSION
+from protocol.messages import Block, Branch, Branches, Hello, Message, Propose, Verify, Welcome, token_array
+from protocol.registry import LAYOUTS, REGISTRY
 
 _SHORT = 40  # items and characters: limits are tested on their own
 
@@ -67,13 +69,28 @@ def encoded_q(draw: st.DrawFn, gamma: int) -> EncodedQ:
 
 
 @st.composite
+def branch_arrays(draw: st.DrawFn) -> dict[str, Any]:
+    """Outcomes that differ, a length for each, and as many tokens as these sum to."""
+    outcomes = draw(st.lists(st.tuples(st.integers(0, MAX_GAMMA), st.integers(0, 9)), max_size=6, unique=True))
+    lengths = draw(st.lists(st.integers(0, 7), min_size=len(outcomes), max_size=len(outcomes)))
+    return {
+        "accepted": token_array([accepted for accepted, _ in outcomes]),
+        "next": token_array([token for _, token in outcomes]),
+        "lengths": token_array(lengths),
+        "tokens": draw(token_ids(sum(lengths), sum(lengths))),
+    }
+
+
+@st.composite
 def messages_of(draw: st.DrawFn, cls: type[Message]) -> Message:
     values = {name: draw(_field(wire)) for name, wire in LAYOUTS[cls] if not isinstance(wire, fields.Quantized)}
     if cls in (Hello, Welcome):
-        values["protocol_version"] = 1
-    if cls in (Block, Verify):
+        values["protocol_version"] = PROTOCOL_VERSION
+    if cls is Branches:
+        values |= draw(branch_arrays())
+    if cls in (Block, Branches, Verify):
         values["q"] = draw(encoded_q(len(values["tokens"])))
-    if cls in (Propose, Verify):
+    if cls in (Propose, Branch, Verify):
         values["base_length"] = draw(st.integers(len(values["tail"]), 2**20))
     return cls(**values)
 

@@ -12,8 +12,11 @@ import zmq
 
 from protocol.codecs import NO_Q
 from protocol.endpoint import Endpoint, Peer
+from protocol.limits import PROTOCOL_VERSION
 from protocol.messages import (
     Block,
+    Branch,
+    Branches,
     Close,
     GetTokenizer,
     Hello,
@@ -34,7 +37,7 @@ PATIENCE = 10.0  # seconds that a test waits for what must happen before it fail
 
 def welcome(role: str = "target", **changes: object) -> Welcome:
     fields: dict[str, object] = {
-        "protocol_version": 1,
+        "protocol_version": PROTOCOL_VERSION,
         "role": role,
         "instance": "a1b2",
         "pid": 4242,
@@ -62,6 +65,36 @@ def propose(request_id: int = 1, block_id: int = 0, gamma: int = 4) -> Propose:
     return Propose(request_id, 0, 3, block_id, gamma, token_array([]))
 
 
+def branch(
+    request_id: int = 1, block_id: int = 0, gamma: int = 4, tokens: tuple[int, ...] = (11, 12, 13, 14)
+) -> Branch:
+    return Branch(request_id, 0, 3, block_id, gamma, 8, 0.75, 100, (0,), token_array([]), token_array(tokens))
+
+
+def branches(message: Branch, **changes: object) -> Branches:
+    """One branch of the most tokens behind the whole block, one of a single token behind a refusal."""
+    fields: dict[str, object] = {
+        "base_length": message.base_length,
+        "accepted": [len(message.tokens), 0],
+        "next": [21, 22],
+        "lengths": [message.gamma, 1],
+    }
+    fields |= changes
+    arrays = {name: token_array(fields.pop(name)) for name in ("accepted", "next", "lengths")}  # type: ignore[arg-type]
+    return Branches(
+        request_id=message.request_id,
+        epoch=message.epoch,
+        block_id=message.block_id,
+        seconds=0.25,
+        rows=2,
+        steps=message.gamma,
+        **arrays,
+        tokens=token_array(range(int(arrays["lengths"].sum()))),
+        q=NO_Q,
+        **fields,
+    )  # type: ignore[arg-type]
+
+
 def verify(request_id: int = 1, block_id: int = 0, tokens: tuple[int, ...] = (11, 12, 13, 14)) -> Verify:
     return Verify(request_id, 0, 3, block_id, token_array([]), token_array(tokens), NO_Q)
 
@@ -76,11 +109,14 @@ def answer(message: Message, me: Welcome) -> Message | None:
         return Opened(message.request_id, message.epoch, len(message.tokens))
     if isinstance(message, Propose):
         tokens = token_array(range(message.gamma))
-        return Block(message.request_id, message.epoch, message.base_length, message.block_id, 0.25, tokens, NO_Q)
+        ids = (message.request_id, message.epoch, message.base_length, message.block_id)
+        return Block(*ids, 0.25, 1, message.gamma, tokens, NO_Q)
+    if isinstance(message, Branch):
+        return branches(message)
     if isinstance(message, Verify):
         kept = len(message.tokens)
         return Verdict(
-            message.request_id, message.epoch, message.base_length, message.block_id, kept, 7, "bonus", 0.5, 1
+            message.request_id, message.epoch, message.base_length, message.block_id, kept, 7, "bonus", 0.5, 1, 5
         )
     return None
 

@@ -265,3 +265,37 @@ def test_any_counts_decode_to_a_distribution_or_are_refused(data: st.DataObject)
     for row, mass in zip(ids, probabilities, strict=True):
         named = row[mass > 0]
         assert len(set(named.tolist())) == len(named)
+
+
+@settings(deadline=None, max_examples=100)
+@given(tops(), st.data())
+def test_a_part_is_what_a_block_of_its_tokens_would_carry(
+    top: tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]], data: st.DataObject
+) -> None:
+    q, ids = top
+    start = data.draw(st.integers(0, len(q) - 1))
+    stop = data.draw(st.integers(start + 1, len(q)))
+    kept, counts = encode_counts(q, ids)
+    part = pack_counts(kept, counts, V).part(start, stop)
+    assert part == pack_counts(kept[start:stop], counts[start:stop], V)
+    assert part == through_the_wire(part, stop - start)
+    dense = encode_dense(q, "float16")
+    assert pack_dense(dense).part(start, stop) == pack_dense(dense[start:stop])
+
+
+def test_parts_of_long_rows_none_and_nothing() -> None:
+    """A row of more than 255 ids has wide lengths; without it the others have narrow ones."""
+    q = np.zeros((2, 300))
+    q[0], q[1, :3] = 1, 1
+    whole = pack_counts(*encode_counts(q, np.tile(np.arange(300), (2, 1))), V)
+    assert (whole.arrays[2].dtype, whole.part(1, 2).arrays[2].dtype) == (np.uint16, np.uint8)
+    assert whole.part(1, 2).nbytes == 3 * 4 + 1 and whole.part(0, 2) == whole
+    assert NO_Q.part(0, 3) == NO_Q
+    assert whole.part(1, 1).arrays[0].shape[0] == 0
+
+
+def through_the_wire(q: EncodedQ, gamma: int) -> EncodedQ:
+    message = Verify(1, 0, 3, 0, token_array([]), token_array([1] * gamma), q)
+    back = decode_frames(encode_frames(message))
+    assert isinstance(back, Verify)
+    return back.q

@@ -25,6 +25,8 @@ from protocol.messages import (
 from tests.protocol.links import Context, StartWorker, linked, verdict
 from tests.protocol.support import (
     PATIENCE,
+    branch,
+    branches,
     free_port,
     open_request,
     propose,
@@ -41,6 +43,7 @@ async def test_handshake_and_every_request(address: str, context: Context, worke
         assert (await link.request(GetTokenizer(), PATIENCE)).message.chat_template == "{{ messages }}"
         assert (await link.request(open_request(), PATIENCE)).message == Opened(1, 0, 3)
         assert (await link.request(propose(), PATIENCE)).message.tokens.tolist() == [0, 1, 2, 3]
+        assert (await link.request(branch(), PATIENCE)).message == branches(branch())
         assert (await link.request(verify(), PATIENCE)).message == verdict(verify())
         link.post(Close(1))
         assert await asyncio.to_thread(started.closed_seen.wait, PATIENCE), "Close did not arrive"
@@ -110,10 +113,10 @@ async def test_the_wrong_role(address: str, context: Context, worker: StartWorke
 
 
 async def test_the_wrong_version_of_the_worker(address: str, context: Context, worker: StartWorker) -> None:
-    worker(address, me=welcome(protocol_version=2))
+    worker(address, me=welcome(protocol_version=1))
     error = await refused(Link(address, name="target worker", context=context), "target")
     assert isinstance(error, HandshakeError) and error.code is FailureCode.VERSION
-    assert "protocol version 2, this side speaks 1" in str(error)
+    assert "protocol version 1, this side speaks 2" in str(error)
 
 
 async def test_the_wrong_version_of_the_orchestrator(address: str, context: Context, worker: StartWorker) -> None:

@@ -85,15 +85,15 @@ def test_too_many_drafted_tokens_fail_their_own_request(endpoint: Endpoint, peer
     peer.say(verify(9, 6))
     ((who, message),) = endpoint.receive(PATIENCE)
     assert message == verify(9, 6)
-    endpoint.send(who, Verdict(9, 0, 3, 6, 4, 7, "bonus", 0.0, 1))
+    endpoint.send(who, Verdict(9, 0, 3, 6, 4, 7, "bonus", 0.0, 1, 5))
     assert peer.hear(Verdict).block_id == 6
 
 
 def test_another_version_is_told_so(endpoint: Endpoint, peer: RawPeer) -> None:
-    peer.data.send_multipart([b"\x94\x01\x02\xa3new\xc0"])
+    peer.data.send_multipart([b"\x94\x01\x09\xa3new\xc0"])
     assert endpoint.receive(PATIENCE) == []
     failure = peer.hear(Failure)
-    assert failure.code == "version" and "protocol version 2" in failure.text
+    assert failure.code == "version" and "protocol version 9" in failure.text
 
 
 def test_messages_of_the_other_direction_or_link_are_refused(endpoint: Endpoint, peer: RawPeer) -> None:
@@ -206,7 +206,7 @@ def test_an_invalid_message_is_the_workers_fault(endpoint: Endpoint, peer: RawPe
     peer.say(HELLO)
     ((who, _),) = endpoint.receive(PATIENCE)
     with pytest.raises(ProtocolError, match=r"Verdict\.seconds"):
-        endpoint.send(who, Verdict(1, 0, 3, 0, 4, 7, "bonus", float("nan"), 1))
+        endpoint.send(who, Verdict(1, 0, 3, 0, 4, 7, "bonus", float("nan"), 1, 5))
 
 
 def test_close_says_goodbye_and_may_be_repeated(endpoint: Endpoint, peer: RawPeer) -> None:

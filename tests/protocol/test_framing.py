@@ -17,8 +17,6 @@ from protocol.codecs import NO_Q, EncodedQ
 from protocol.errors import FailureCode, ProtocolError
 from protocol.framing import decode, encode
 from protocol.messages import (
-    LAYOUTS,
-    REGISTRY,
     Block,
     Failure,
     Hello,
@@ -30,8 +28,9 @@ from protocol.messages import (
     Verify,
     token_array,
 )
+from protocol.registry import LAYOUTS, REGISTRY
 from tests.protocol.strategies import messages, messages_of
-from tests.protocol.support import open_request, propose, verify, welcome
+from tests.protocol.support import branch, branches, open_request, propose, verify, welcome
 
 ALL = sorted(REGISTRY.values(), key=lambda cls: cls.TAG)
 
@@ -164,7 +163,7 @@ def header_with(message: Message, position: int, value: object) -> list[bytes]:
     return [msgpack.packb(header), *frames[1:]]
 
 
-VERDICT = Verdict(1, 0, 3, 2, 4, 7, "bonus", 0.5, 1)
+VERDICT = Verdict(1, 0, 3, 2, 4, 7, "bonus", 0.5, 1, 5)
 
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -0.1, 1, True, "1", None])
@@ -209,6 +208,13 @@ def test_gamma_and_lengths_are_limited() -> None:
         dataclasses.replace(open_request(), tokens=too_long),
         dataclasses.replace(open_request(), tokens=token_array([])),
         dataclasses.replace(propose(), tail=token_array([1, 2, 3, 4])),  # base length 3
+        dataclasses.replace(branch(), tail=token_array([1, 2, 3, 4])),
+        branch(tokens=tuple(range(limits.MAX_GAMMA + 1))),
+        branch(gamma=limits.MAX_GAMMA + 1),
+        dataclasses.replace(branch(), width=0),
+        dataclasses.replace(branch(), width=limits.MAX_BRANCHES + 1),
+        dataclasses.replace(branch(), alpha=1.001),
+        dataclasses.replace(branch(), ends=(0,) * (limits.MAX_EOS_IDS + 1)),
         dataclasses.replace(verify(), tokens=np.array([-1])),
         dataclasses.replace(verify(), tokens=np.array([2**31])),
         dataclasses.replace(verify(), tokens=np.array([1.0])),
@@ -232,7 +238,8 @@ def test_q_of_another_gamma_is_refused() -> None:
     q = EncodedQ("dense", (np.ones((5, 3), np.float32),))
     for message in (
         Verify(1, 0, 3, 0, token_array([]), token_array([1, 2, 3, 4]), q),
-        Block(1, 0, 3, 0, 0.0, token_array([1, 2, 3, 4]), q),
+        Block(1, 0, 3, 0, 0.0, 1, 4, token_array([1, 2, 3, 4]), q),
+        dataclasses.replace(branches(branch(gamma=3)), q=q),
     ):
         with pytest.raises(ProtocolError, match="dense codec of 4 tokens"):
             encode(message)
@@ -263,7 +270,7 @@ def test_texts_and_headers_are_limited() -> None:
     largest = TokenizerReply(b"x" * 1000, "x" * limits.MAX_TEMPLATE_BYTES)
     assert decode(encode(largest)) == largest
     with pytest.raises(ProtocolError, match="header of"):
-        decode([msgpack.packb([1, 1, "x" * limits.MAX_HEADER_BYTES, ""])])
+        decode([msgpack.packb([1, limits.PROTOCOL_VERSION, "x" * limits.MAX_HEADER_BYTES, ""])])
     with pytest.raises(ProtocolError, match="9 frames"):
         decode([b"x"] * 9)
 
@@ -279,11 +286,12 @@ def test_a_failure_always_travels() -> None:
 
 
 def test_another_version_is_named_even_if_its_fields_are_others() -> None:
-    for header in ([1, 2, "orchestrator", "9.9"], [1, 2, {"new": "fields"}], [2, 7]):
-        with pytest.raises(ProtocolError, match=r"protocol version [27], this side speaks 1") as caught:
+    mine = limits.PROTOCOL_VERSION
+    for header in ([1, 1, "orchestrator", "0.9"], [1, 9, {"new": "fields"}], [2, 7]):
+        with pytest.raises(ProtocolError, match=rf"protocol version {header[1]}, this side speaks {mine}") as caught:
             decode([msgpack.packb(header)])
         assert caught.value.code is FailureCode.VERSION
-    assert decode(encode(Hello(1, "orchestrator", "x"))) == Hello(1, "orchestrator", "x")
+    assert decode(encode(Hello(mine, "orchestrator", "x"))) == Hello(mine, "orchestrator", "x")
 
 
 def test_only_messages_are_encoded() -> None:
@@ -310,7 +318,16 @@ def test_arrays_of_other_layouts_are_sent_as_they_look() -> None:
     assert back.q.arrays[0].tolist() == [[4, 2, 0], [5, 3, 1]]
 
 
-EXAMPLES = [TokenizerReply(b"{}", ""), open_request(), propose(), verify(), Failure(1, 0, 2, "nan", "row 3"), VERDICT]
+EXAMPLES = [
+    TokenizerReply(b"{}", ""),
+    open_request(),
+    propose(),
+    branch(),
+    verify(),
+    branches(branch()),
+    VERDICT,
+    Failure(1, 0, 2, "nan", "row 3"),
+]
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)

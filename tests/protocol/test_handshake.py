@@ -23,8 +23,8 @@ def test_a_fitting_worker_passes() -> None:
 
 
 def test_another_version_is_refused() -> None:
-    with pytest.raises(HandshakeError, match=r"version 2 .*this side speaks 1: install the same release") as caught:
-        check_welcome(welcome(protocol_version=2), "target", "tcp://h:1")
+    with pytest.raises(HandshakeError, match=r"version 1 .*this side speaks 2: install the same release") as caught:
+        check_welcome(welcome(protocol_version=1), "target", "tcp://h:1")
     assert caught.value.code is FailureCode.VERSION
     assert one_line(caught.value).startswith("tcp://h:1")
 

@@ -13,21 +13,27 @@ from protocol.errors import FailureCode, LinkLost, LinkTimeout, ProtocolError, W
 from protocol.framing import encode, frames_size
 from protocol.messages import (
     Block,
+    Branch,
     Close,
     Failure,
     GetTokenizer,
     Hello,
     Message,
     Opened,
+    Propose,
     Verify,
     token_array,
 )
 from tests.protocol.links import Context, Held, StartWorker, linked, verdict
 from tests.protocol.support import (
     PATIENCE,
+    answer,
+    branch,
+    branches,
     open_request,
     propose,
     verify,
+    welcome,
 )
 
 
@@ -138,6 +144,29 @@ async def test_a_late_reply_is_dropped_and_the_slot_is_free(
         assert (await again).message == verdict(verify())
 
 
+async def test_branches_and_a_block_are_told_apart(address: str, context: Context, worker: StartWorker) -> None:
+    """A Branch is superseded by a Propose of the next block; its own answer may come after, or never."""
+
+    def propose_first(endpoint: Endpoint, peer: Peer, message: Message) -> bool:
+        if isinstance(message, Propose):
+            for each in (message, asked):
+                reply = answer(each, welcome("draft"))
+                assert reply is not None
+                endpoint.send(peer, reply)
+        return isinstance(message, (Branch, Propose))
+
+    worker(address, role="draft", behave=propose_first)
+    asked = branch(1, 3)
+    async with linked(address, context, "draft") as link:
+        ahead, never = (asyncio.create_task(link.request(each, PATIENCE)) for each in (asked, branch(1, 2)))
+        await asyncio.sleep(0)
+        assert isinstance((await link.request(propose(1, 3), PATIENCE)).message, Block)
+        assert (await ahead).message == branches(asked)
+        assert not never.done() and link.dropped == 0
+        never.cancel()
+        await asyncio.wait([never])
+
+
 async def test_the_same_request_twice_at_once(address: str, context: Context, worker: StartWorker) -> None:
     worker(address, behave=Held())
     async with linked(address, context) as link:
@@ -157,12 +186,16 @@ async def test_messages_without_a_reply_are_no_requests(address: str, context: C
 
 
 UNTRUE = {
-    "tokens": (propose(gamma=2), Block(1, 0, 3, 0, 0.0, token_array([1, 2, 3]), NO_Q), "asked were at most 2"),
-    "base": (propose(), Block(1, 0, 4, 0, 0.0, token_array([1]), NO_Q), "another base length"),
+    "tokens": (propose(gamma=2), Block(1, 0, 3, 0, 0.0, 1, 3, token_array([1, 2, 3]), NO_Q), "asked were at most 2"),
+    "base": (propose(), Block(1, 0, 4, 0, 0.0, 1, 1, token_array([1]), NO_Q), "another base length"),
     "accepted": (verify(), verdict(verify(), accepted=5), "accepts 5 of 4"),
     "bonus": (verify(), verdict(verify(), accepted=3), "calls its own a bonus"),
     "correction": (verify(), verdict(verify(), origin="correction"), "calls its own a correction"),
     "verdict's base": (verify(), verdict(verify(), base_length=2), "another base length"),
+    "branches' base": (branch(), branches(branch(), base_length=4), "Branches is about another base length"),
+    "width": (branch(), branches(branch(), accepted=[0] * 9, next=range(9), lengths=[0] * 9), "9 branches, .* most 8"),
+    "fork": (branch(tokens=(11,)), branches(branch()), "after 4 accepted tokens of 1"),
+    "branch": (branch(gamma=2), branches(branch(gamma=3)), "a branch of 3 tokens, asked were at most 2"),
     "length": (open_request(), Opened(1, 0, 2), "holds 2 tokens, sent were 3"),
 }
 
@@ -191,7 +224,7 @@ async def test_garbage_from_a_worker_is_counted_and_survived(
             endpoint._send(peer.identity, [bytes(frame) for frame in encode(verify())])
         if isinstance(message, Verify):  # a verdict with a field too many: its ids can be read
             header = bytes(encode(verdict(message))[0])
-            endpoint._send(peer.identity, [b"\x9b" + header[1:] + b"\xc0"])
+            endpoint._send(peer.identity, [b"\x9c" + header[1:] + b"\xc0"])
             return True
         return False
 
@@ -201,7 +234,7 @@ async def test_garbage_from_a_worker_is_counted_and_survived(
             await link.request(GetTokenizer(), PATIENCE)
         await link.request(open_request(), PATIENCE)
         assert link.malformed == 2
-        with pytest.raises(ProtocolError, match="Verdict has 9 fields, not 10"):
+        with pytest.raises(ProtocolError, match="Verdict has 10 fields, not 11"):
             await link.request(verify(), PATIENCE)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from protocol.codecs import NO_Q, EncodedQ, encode_counts, encode_dense, pack_counts, pack_dense
 from protocol.framing import encode, frames_size
 from protocol.limits import MAX_LENGTH, MAX_UINT32
-from protocol.messages import Verify, token_array
+from protocol.messages import Branches, Verify, token_array
 
 GAMMA, V, K = 4, 49_152, 64
 
@@ -22,6 +22,17 @@ def bytes_a_token(q: EncodedQ, tail: int = 0) -> float:
 def test_coupled_takes_at_most_24_bytes_a_token() -> None:
     assert bytes_a_token(NO_Q) <= 24
     assert bytes_a_token(NO_Q, tail=GAMMA + 1) <= 24
+
+
+def test_coupled_branches_take_12_bytes_each_and_4_a_token() -> None:
+    """Bytes that no one may use: little beside those of the block itself."""
+    for width in (1, 32):
+        ids, lengths = token_array(range(width)), token_array([GAMMA] * width)
+        tokens = token_array([V - 1] * (GAMMA * width))
+        message = Branches(
+            MAX_UINT32, MAX_UINT32, MAX_LENGTH, MAX_UINT32, 0.1, width, GAMMA, ids, ids, lengths, tokens, NO_Q
+        )
+        assert frames_size(encode(message)) <= 72 + width * (12 + 4 * GAMMA)
 
 
 def test_counts_take_at_most_320_bytes_a_token() -> None:

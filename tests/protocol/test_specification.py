@@ -14,7 +14,9 @@ from protocol.errors import FailureCode
 from protocol.framing import decode as decode_frames
 from protocol.framing import encode
 from protocol.handshake import vocabulary_fingerprint
-from protocol.messages import LAYOUTS, REGISTRY, REPLIES, Failure, Hello, Sampling, Verify, Welcome
+from protocol.matching import REPLIES
+from protocol.messages import Branch, Branches, Failure, Hello, Message, Sampling, Verify, Welcome
+from protocol.registry import LAYOUTS, REGISTRY
 
 TEXT = (Path(protocol.__file__).parent / "PROTOCOL.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^#+ (.+?)\n(.*?)(?=^#|\Z)", TEXT, re.MULTILINE | re.DOTALL))
@@ -30,6 +32,7 @@ def rows(section: str) -> list[list[str]]:
 def test_version() -> None:
     found = re.search(r"^Protocol version: \*\*(\d+)\*\*$", TEXT, re.MULTILINE)
     assert found and int(found[1]) == limits.PROTOCOL_VERSION
+    assert [row[0] for row in rows("Versions")] == [str(1 + index) for index in range(limits.PROTOCOL_VERSION)]
 
 
 def test_limits() -> None:
@@ -74,7 +77,7 @@ def test_what_holds_in_every_version() -> None:
 
 def test_examples() -> None:
     examples = re.findall(r"^```frames (\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
-    assert len(examples) == 2
+    assert [name for name, _ in examples] == ["Verify", "Verify", "Branch", "Branches"]
     for name, lines in examples:
         frames = [bytes.fromhex(line) for line in lines.splitlines()]
         message = decode_frames(frames)
@@ -85,7 +88,18 @@ def test_examples() -> None:
             ids, q = decode(message.q, message.tokens, 49_152)
             assert ids.tolist() == [[17, 4, 900], [7, 8, 9]]
             assert (q * 65_536).tolist() == [[32_768, 19_661, 13_107], [21_846, 21_845, 21_845]]
+        check_ahead(message)
     assert vocabulary_fingerprint([(0, "a"), (1, "é")]) in TEXT
+
+
+def check_ahead(message: Message) -> None:
+    """The example of a block in flight and its branches."""
+    if isinstance(message, Branch):
+        assert (message.gamma, message.width, message.alpha, message.room, message.ends) == (2, 8, 0.75, 100, (0,))
+        assert message.tokens.tolist() == [11, 12, 13, 14] and (message.base_length, message.block_id) == (12, 3)
+    if isinstance(message, Branches):
+        outcomes = zip(message.accepted.tolist(), message.next.tolist(), message.lengths.tolist(), strict=True)
+        assert list(outcomes) == [(4, 21, 2), (0, 22, 1)] and message.tokens.tolist() == [31, 32, 33]
 
 
 def test_numbers_in_the_prose() -> None:
