@@ -97,7 +97,16 @@ class Drafter:
         self._pacer.round_trips(draft=wire_seconds)
         tokens = tuple(block.tokens.tolist())
         span = Span(started, time.perf_counter())
-        proposal = Proposal(tokens, peer.welcome.model, block.seconds, wire_seconds, "drafted", block.rows, span)
+        proposal = Proposal(
+            tokens=tokens,
+            source=peer.welcome.model,
+            seconds=block.seconds,
+            wire_seconds=wire_seconds,
+            origin="drafted",
+            rows=block.rows,
+            steps=block.steps,
+            span=span,
+        )
         return Drafted(gamma, proposal, block.q)
 
     def _usable(self) -> Peer | None:

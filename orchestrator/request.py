@@ -73,6 +73,7 @@ class Proposal:
     wire_seconds: float = 0.0  # round trip less compute
     origin: Literal["", "drafted", "branch"] = ""
     rows: int = 1  # of the draft's widest step
+    steps: int = 0  # passes of the draft since it was asked; fewer than tokens where a branch had most of them, late
     span: Span | None = None
 
 

@@ -24,8 +24,9 @@ class Sample:
     emitted: int
     verify_seconds: float = 0.0  # of the pass, which `rows` rounds shared
     rows: int = 1
-    draft_seconds: float = 0.0  # 0 where a branch was taken: it was drafted behind an earlier round
-    from_branch: bool = False
+    draft_seconds: float = 0.0  # that the round waited for; none where a branch was there
+    draft_steps: int = 0
+    from_branch: bool = False  # drafted behind the round before, if not quite in time
     bytes_sent: int = 0  # the block to the target
     branches: int | None = None  # branches that came while this block was in flight; None: not asked for
     branch_bytes: int = 0
@@ -69,10 +70,12 @@ class Recorder(TraceSink):
         self._category = category
         self._started = time.perf_counter()
         self._samples: list[Sample] = []
+        self._asked = False  # the round before asked for branches
         self._tokens: list[int] = []
 
     def write(self, request: Request, done: Round) -> None:
-        self._samples.append(sample(done, time.perf_counter()))
+        self._samples.append(sample(done, time.perf_counter(), after_branches=self._asked))
+        self._asked = done.branching is not None
         self._tokens.extend(done.emitted)
         if self._also is not None:
             self._also.write(request, done)
@@ -81,9 +84,10 @@ class Recorder(TraceSink):
         return Stream(self._started, tuple(self._samples), tuple(self._tokens), self._category)
 
 
-def sample(done: Round, at: float) -> Sample:
-    """The numbers of a round that was committed at `at`."""
+def sample(done: Round, at: float, *, after_branches: bool) -> Sample:
+    """The numbers of a round that was committed at `at`; the one before it asked for branches, or not."""
     proposal, verified, branching = done.proposal, done.verified, done.branching
+    late = after_branches and proposal.steps < len(proposal.tokens)  # the rest had been drafted before it was asked
     return Sample(
         at=at,
         wall=0.0 if done.span is None else done.span.seconds,
@@ -94,7 +98,8 @@ def sample(done: Round, at: float) -> Sample:
         verify_seconds=verified.seconds,
         rows=max(1, verified.rows),
         draft_seconds=proposal.seconds,
-        from_branch=proposal.origin == "branch",
+        draft_steps=proposal.steps,
+        from_branch=proposal.origin == "branch" or late,
         bytes_sent=verified.bytes_sent,
         branches=None if branching is None else branching.width,
         branch_bytes=0 if branching is None else branching.bytes_received,

@@ -55,7 +55,7 @@ class Rounds:
     alpha: float  # accepted of the draft tokens that were tested: those after a refused one never were
     gamma: float  # draft tokens in a block
     block_share: float  # of the rounds that had a block
-    branch_share: float  # of the blocks that were there before the round began
+    branch_share: float  # of the blocks that were drafted behind the round before
     accepted_per_position: list[float]
 
 
@@ -63,7 +63,7 @@ def costs(plain: Sequence[Sample], speculative: Sequence[Sample]) -> Costs:
     """Medians; the draft's step is that of a block drafted by itself, or else of the branches."""
     step = median(one.verify_seconds for one in plain)
     blocks = [one for one in speculative if one.drafted]
-    drafting = [one.draft_seconds / one.drafted for one in blocks if not one.from_branch]
+    drafting = [one.draft_seconds / one.draft_steps for one in blocks if one.draft_steps and not one.from_branch]
     runs = [one for one in speculative if one.branch_steps]
     drafting = drafting or [one.branch_seconds / one.branch_steps for one in runs]
     lengths = sorted({one.drafted for one in blocks})

@@ -14,9 +14,10 @@ import pytest
 from orchestrator.bench.plot import draw
 from orchestrator.bench.rates import p99, rates, tpot_ms, ttft_ms, window
 from orchestrator.bench.report import plain_console, show
-from orchestrator.bench.samples import Batch, Sample, Stream
+from orchestrator.bench.samples import Batch, Recorder, Sample, Stream
 from orchestrator.bench.summary import Costs, Pairs, Rounds, by_category, costs, describe, predicted, rounds
 from orchestrator.goodput import overlapped_speedup, speedup
+from orchestrator.request import Branching, GenerateOptions, Proposal, Request, Round, Span, Verified
 
 ISSUE_KEYS = {
     "speedup", "predicted", "ratio", "tau", "alpha", "c", "v", "r_ms", "hit_share", "target_busy", "tokens_per_pass",
@@ -42,7 +43,15 @@ def plain_stream(count: int = 13, category: str = "") -> Stream:
 
 def fast_stream(category: str = "") -> Stream:
     """Four rounds of γ = 4 after the first: 5, 2, 1 and 4 tokens in 0.3 s each, of which drafting takes 0.08."""
-    block = {"gamma": 4, "drafted": 4, "wall": 0.3, "verify_seconds": 0.2, "draft_seconds": 0.08, "bytes_sent": 1000}
+    block = {
+        "gamma": 4,
+        "drafted": 4,
+        "wall": 0.3,
+        "verify_seconds": 0.2,
+        "draft_seconds": 0.08,
+        "draft_steps": 4,
+        "bytes_sent": 1000,
+    }
     samples = [step(0.3)]
     for place, (accepted, emitted) in enumerate(((4, 5), (1, 2), (0, 1), (3, 4))):
         asked = {"branches": 10, "branch_bytes": 4000, "branch_seconds": 0.15, "branch_steps": 5, "hit": place != 1}
@@ -87,6 +96,27 @@ def test_times_to_tokens() -> None:
 
 
 # ---------------------------------------------------------------- rounds and costs
+
+
+def test_samples_of_rounds() -> None:
+    """A block that came after branches, and took fewer passes than it has tokens, was mostly there: no drafting."""
+    late = Proposal((5, 6, 7), "draft", 0.001, origin="drafted", steps=1)
+    missed = dataclasses.replace(late, seconds=0.009, steps=3)
+    verdict = Verified(2, 9, "correction", 0.03, 0.001, bytes_sent=300, rows=2)
+    asked = Branching(asked=16, width=8, hit=True, seconds=0.02, steps=4, bytes_received=900)
+    recorder = Recorder("qa", None)
+    request = Request(1, (1, 2), GenerateOptions(), 0, frozenset(), 100)
+    for index, (proposal, branching) in enumerate(((late, asked), (late, None), (late, asked), (missed, None))):
+        done = Round(index, 2, proposal, verdict, (5, 6, 9), None, 3, branching, Span(1.0, 1.5))
+        recorder.write(request, done)
+    found = recorder.stream()
+    assert found.category == "qa" and found.tokens == (5, 6, 9) * 4
+    assert [one.from_branch for one in found.samples] == [False, True, False, False]
+    first = found.samples[0]
+    assert (first.wall, first.gamma, first.drafted, first.accepted, first.emitted) == (0.5, 3, 3, 2, 3)
+    assert (first.verify_seconds, first.rows, first.bytes_sent) == (0.03, 2, 300)
+    assert (first.branches, first.branch_bytes, first.branch_seconds, first.hit) == (8, 900, 0.02, True)
+    assert found.samples[1].branches is None and not found.samples[1].hit
 
 
 def test_rounds_by_hand() -> None:
