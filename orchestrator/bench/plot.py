@@ -49,6 +49,7 @@ class Curve:
     alpha: float
     c: float
     r: float
+    unit: float  # a target-only round with its waits, where several requests wait for one another
     v: Mapping[float, float]  # by γ, in target steps; 1 at γ = 0
     h: Mapping[float, float]  # by γ
     branch: Mapping[float, float]  # by γ: the draft's run of branches behind a pass
@@ -59,8 +60,8 @@ class Curve:
         v = _interpolated(self.v, gamma)
         if overlap:
             hidden = {"h": _interpolated(self.h, gamma), "branch": _interpolated(self.branch, gamma)}
-            return overlapped_speedup(tau, v=v, gamma=gamma, c=self.c, r=self.r, **hidden)
-        return speedup(tau, v=v, gamma=gamma, c=self.c, r=self.r)
+            return self.unit * overlapped_speedup(tau, v=v, gamma=gamma, c=self.c, r=self.r, **hidden)
+        return self.unit * speedup(tau, v=v, gamma=gamma, c=self.c, r=self.r)
 
 
 def draw(report: Mapping[str, Any], path: str) -> None:
@@ -95,6 +96,7 @@ def _curve(summary: Mapping[str, Any]) -> Curve:
     """v(γ) of a fixed γ goes before that of the rounds that happened to choose it: there are more of them."""
     results: Sequence[Mapping[str, Any]] = [summary, *summary["gammas"]]
     blocks = [result for result in results if result["block_share"]]
+    steady = [result for result in blocks if "fixed" in result] or blocks
     v = {0.0: 1.0}
     for result in results:
         v |= {float(gamma): value for gamma, value in result["v_by_gamma"].items() if float(gamma) not in v}
@@ -104,9 +106,10 @@ def _curve(summary: Mapping[str, Any]) -> Curve:
         alpha=float(np.median([result["alpha"] for result in blocks])) if blocks else 0.0,
         c=float(np.median([result["c"] for result in blocks])) if blocks else 0.0,
         r=float(np.median([result["r_ms"] / result["target_step_ms"] for result in blocks])) if blocks else 0.0,
+        unit=1.0 if summary["concurrency"] == 1 else 1 + summary["target_only_r_ms"] / summary["target_step_ms"],
         v=v,
-        h={result["gamma"]: result["branch_share"] for result in blocks} or {0.0: 0.0},
-        branch={0.0: 0.0, **{result["gamma"]: result["branch_run"] for result in blocks}},
+        h={result["gamma"]: result["branch_share"] for result in steady} or {0.0: 0.0},
+        branch={0.0: 0.0, **{result["gamma"]: result["branch_run"] for result in steady}},
     )
 
 

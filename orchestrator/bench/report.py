@@ -70,7 +70,8 @@ def _rounds(result: Result, *, overlap: bool) -> Table:
         "c, v": f"{result['c']:.3f}, {result['v']:.3f} (a target step is {result['target_step_ms']:.2f} ms, "
         f"a draft step {result['draft_step_ms']:.2f} ms)",
         "r": f"{result['r_ms']:.2f} ms a round, {result['target_only_r_ms']:.2f} ms target only{_waiting(result)}",
-        "hit share h": f"{result['hit_share']:.3f} of {result['branches']:.1f} branches a round"
+        "hit share h": f"{result['hit_share']:.3f} in time, of {result['branches']:.1f} branches a round; "
+        f"{result['branch_share']:.3f} of the blocks came of branches, late or not"
         if result["branches"]
         else "no branches",
         "wire": f"{result['wire_bytes_per_draft_token']:,.0f} bytes a draft token to the target, "

@@ -44,7 +44,11 @@ class Costs:
 
     @property
     def r(self) -> float:
-        return self.r_seconds / self.step_seconds if self.step_seconds else 0.0
+        return _ratio(self.r_seconds, self.step_seconds)
+
+    @property
+    def plain_r(self) -> float:
+        return _ratio(self.plain_r_seconds, self.step_seconds)
 
 
 @dataclass(frozen=True)
@@ -98,8 +102,11 @@ def rounds(samples: Sequence[Sample]) -> Rounds:
     )
 
 
-def predicted(found: Rounds, cost: Costs, *, overlap: bool) -> float:
-    """S of the rounds that had a block, and 1 for those that had none, weighted by their time."""
+def predicted(found: Rounds, cost: Costs, *, overlap: bool, waits: bool = False) -> float:
+    """S of the rounds that had a block, and 1 for those that had none, weighted by their time.
+
+    `waits`: several requests wait for one another, in r and in target-only rounds alike; these are then the unit.
+    """
     if not found.block_share:
         return 1.0
     arguments = {"v": cost.v, "gamma": found.gamma, "c": cost.c, "r": cost.r}
@@ -107,6 +114,7 @@ def predicted(found: Rounds, cost: Costs, *, overlap: bool) -> float:
         block = overlapped_speedup(found.tau, **arguments, h=found.branch_share, branch=cost.branch)
     else:
         block = speedup(found.tau, **arguments)
+    block *= 1 + cost.plain_r if waits else 1
     tokens = found.block_share * found.tau + 1 - found.block_share
     time = found.block_share * found.tau / block + 1 - found.block_share
     return tokens / time
@@ -116,7 +124,7 @@ def describe(concurrency: int, pairs: Pairs, *, overlap: bool) -> dict[str, Any]
     """The object of one concurrency under `results`."""
     samples, plain_samples = steady_samples(pairs.speculative), steady_samples(pairs.plain)
     cost, found = costs(plain_samples, samples), rounds(samples)
-    in_turn, overlapped = (predicted(found, cost, overlap=form) for form in (False, True))
+    in_turn, overlapped = (predicted(found, cost, overlap=form, waits=concurrency > 1) for form in (False, True))
     measured, formula = median(pairs.speedups), overlapped if overlap else in_turn
     asked = [one for one in samples if one.branches is not None and not one.last]
     drafted = sum(one.drafted for one in samples)

@@ -154,6 +154,9 @@ def test_prediction() -> None:
     overlapped = overlapped_speedup(3.36, v=1.1, gamma=4.0, c=0.1, r=0.02, h=0.75, branch=1.2)
     assert predicted(all_blocks, cost, overlap=True) == pytest.approx(overlapped)
     assert overlapped > speedup(3.36, v=1.1, gamma=4.0, c=0.1, r=0.02)
+    waiting = dataclasses.replace(cost, plain_r_seconds=0.05)  # half a step, with each round of target-only too
+    assert predicted(all_blocks, waiting, overlap=False) == pytest.approx(3.36 / 1.52)
+    assert predicted(all_blocks, waiting, overlap=False, waits=True) == pytest.approx(1.5 * 3.36 / 1.52)
     half = dataclasses.replace(all_blocks, block_share=0.5)
     assert predicted(half, cost, overlap=False) == pytest.approx((3.36 + 1) / (1.52 + 1))
     assert predicted(dataclasses.replace(all_blocks, block_share=0.0), cost, overlap=True) == 1.0
