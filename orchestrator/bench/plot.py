@@ -93,15 +93,13 @@ def _point(result: Mapping[str, Any], *, adaptive: bool) -> Point:
 
 
 def _curve(summary: Mapping[str, Any]) -> Curve:
-    """v(γ) of a fixed γ goes before that of the rounds that happened to choose it: there are more of them."""
+    """From the fixed γ where there are any: those are many rounds each. Else from what the run happened to choose."""
     results: Sequence[Mapping[str, Any]] = [summary, *summary["gammas"]]
     blocks = [result for result in results if result["block_share"]]
     steady = [result for result in blocks if "fixed" in result] or blocks
-    v = {0.0: 1.0}
-    for result in results:
-        v |= {float(gamma): value for gamma, value in result["v_by_gamma"].items() if float(gamma) not in v}
-    for result in summary["gammas"]:
-        v |= {float(result["fixed"]): result["v"]} if result["block_share"] else {}
+    v = {0.0: 1.0, **{float(result["fixed"]): result["v"] for result in steady if "fixed" in result}}
+    if len(v) == 1:
+        v |= {float(gamma): value for gamma, value in summary["v_by_gamma"].items()}
     return Curve(
         alpha=float(np.median([result["alpha"] for result in blocks])) if blocks else 0.0,
         c=float(np.median([result["c"] for result in blocks])) if blocks else 0.0,
@@ -162,7 +160,8 @@ def _label(axes: Axes, report: Mapping[str, Any]) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title(
         f"{report['config']['verify']}, {summary['concurrency']} at a time: α {summary['alpha']:.2f}, "
-        f"c {summary['c']:.2f}, r {summary['r_ms']:.1f} ms"
+        f"c {summary['c']:.2f}"
+        + (f", r {summary['r_ms']:.1f} ms" if summary["concurrency"] == 1 else "")
         + (f", hit share {summary['hit_share']:.2f}" if summary["branches"] else ""),
         loc="left",
         fontsize=10,
