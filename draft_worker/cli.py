@@ -7,7 +7,8 @@ from worker.config import WorkerConfig
 from worker.process import Served
 
 MODEL_HELP = (
-    "smollm2-135m-draft, ngram (prompt lookup, no model), a Hugging Face id, a local folder, a .gguf file, or toy:…"
+    "smollm2-135m-draft, ngram (prompt lookup, no model), a Hugging Face id, a local folder, a .gguf file, "
+    "synthetic:… or toy:…"
 )
 
 
@@ -20,7 +21,9 @@ def _load(config: WorkerConfig) -> Served:
     from worker.models import load_model, served_model
 
     executor, vocabulary = load_model(config)
-    return served_model(ModelDraftEngine(executor), executor, vocabulary)
+    engine = ModelDraftEngine(executor)
+    engine.warm_up()
+    return served_model(engine, executor, vocabulary)
 
 
 main = worker_command("draft", "smollm2-135m-draft", MODEL_HELP, _load)

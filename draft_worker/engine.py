@@ -16,18 +16,21 @@ from torch import Tensor
 
 from draft_worker.branching import Run
 from draft_worker.drafting import Drafting, mode_of
+from draft_worker.noise_cache import DraftDraws, PublicNoise
 from draft_worker.outcomes import guesses, shares
-from draft_worker.public_noise import PublicNoise
 from draft_worker.quantize import Row, draw_counts_rows, draw_dense_rows, pack_rows
 from execution.interface import Executor, Extension
 from protocol.codecs import NO_Q
 from protocol.errors import FailureCode, ProtocolError
+from protocol.limits import MAX_ARRAY_BYTES
 from protocol.messages import Block, Branch, Message, Open, Propose
-from speculative import Stream, draw_greedy, integers16, log_distribution
+from speculative import SamplingOptions, draw_greedy, log_distribution
 from worker.loop import failure
 from worker.prefill import ALONE, BESIDE_WORK, PrefillQueue
 from worker.sampling import check_open, sampling_options
 from worker.table import Entry, Key, Work
+
+PLAIN = SamplingOptions()
 
 
 @dataclass
@@ -54,7 +57,16 @@ class ModelDraftEngine:
         self._runs: dict[Key, Run] = {}  # unfinished, or the last one finished
         self._prefill = PrefillQueue()
         self._noise = PublicNoise(executor.device)
+        self._draws = DraftDraws()
         self.in_hand: list[Entry] = []
+
+    def warm_up(self) -> None:
+        """Run what draws tokens once, on made-up rows: a library's first calls take many times what later ones do."""
+        log_q = log_distribution(torch.zeros(2, self._executor.vocab_size, device=self._executor.device), [PLAIN] * 2)
+        draw_counts_rows(log_q, self._draws.integers([0, 0], [0, 1]))
+        self._noise.race(log_q, [0, 0], [0, 1])
+        for mode in ("coupled", "counts"):
+            guesses(log_q, mode, 0, 0, [0], shares(2, 1, 0.5), ())
 
     @property
     def busy(self) -> bool:
@@ -80,10 +92,12 @@ class ModelDraftEngine:
         self._executor.close(entry.row)
 
     def check(self, entry: Entry, message: Work) -> None:
-        if message.base_length + 1 > self._executor.context_length:
+        needed = message.base_length + (len(message.tokens) if isinstance(message, Branch) else 1)
+        if needed > self._executor.context_length:
             raise ProtocolError(
                 FailureCode.CONTEXT_FULL,
-                f"{message.base_length} committed tokens fill the draft's context of {self._executor.context_length}",
+                f"{message.base_length} committed tokens, and what is to follow them, don't fit the draft's context of "
+                f"{self._executor.context_length}",
             )
 
     def start(self, entry: Entry, message: Work) -> None:
@@ -158,7 +172,7 @@ class ModelDraftEngine:
         if bool(log_q.isnan().any()):
             self._forget_from(entry, len(entry.tokens) - 1)
         lengths = [run.length(kept, self._executor.context_length) for kept in range(run.forks())]
-        counts = shares(message.width, len(run.block), message.alpha)[: len(lengths)]
+        counts = shares(self._width(run), len(run.block), message.alpha)[: len(lengths)]
         counts = [count if length else 0 for count, length in zip(counts, lengths, strict=True)]
         counts += [0] * (len(run.block) + 1 - len(counts))
         found = guesses(log_q, mode_of(entry), entry.opened.seed, message.base_length, run.block, counts, message.ends)
@@ -168,9 +182,17 @@ class ModelDraftEngine:
                 run.outcomes.append((kept, token))
                 run.branches.append(Drafting(entry, row, message.base_length + kept + 1, lengths[kept], [token]))
 
+    @staticmethod
+    def _width(run: Run) -> int:
+        """Branches asked for, as many as one message can carry with their q̃."""
+        rows = (
+            MAX_ARRAY_BYTES // (4 * run.entry.opened.vocab_size) if mode_of(run.entry) == "dense" else MAX_ARRAY_BYTES
+        )
+        return min(run.message.width, rows // max(1, run.message.gamma))
+
     def _draw(self, growing: Sequence[Drafting], log_q: Tensor) -> None:
         """Append each row's next token; log_q [N, V]."""
-        broken = log_q.isnan().any(dim=-1).tolist()
+        broken = log_q.amax(dim=-1).isnan().tolist()  # amax carries NaN
         for one, is_broken in zip(growing, broken, strict=True):
             one.broken = is_broken
         for mode in ("greedy", "coupled", "counts", "dense"):
@@ -186,7 +208,7 @@ class ModelDraftEngine:
             elif mode == "coupled":
                 tokens = self._noise.race(q, seeds, positions)
             elif mode == "counts":
-                tokens, rows = draw_counts_rows(q, integers16(seeds, Stream.DRAFT, positions).numpy())
+                tokens, rows = draw_counts_rows(q, self._draws.integers(seeds, positions))
             else:
                 tokens, rows = draw_dense_rows(q, seeds, positions)
             for one, token, row in zip(group, tokens, rows, strict=True):

@@ -88,9 +88,10 @@ def encode_counts(q_top: Floats, ids: Ints) -> tuple[Ints, Ints]:
     rank = np.empty_like(order)
     np.put_along_axis(rank, order, np.broadcast_to(np.arange(q.shape[1]), q.shape), axis=1)
     counts += rank < missing
-    left = np.argsort(counts == 0, axis=1, kind="stable")  # kept entries first, in their order
-    counts = np.take_along_axis(counts, left, axis=1)
-    return np.where(counts > 0, np.take_along_axis(chosen, left, axis=1), 0), counts
+    if np.any((counts[:, :-1] == 0) & (counts[:, 1:] > 0)):  # never where q_top falls from column to column
+        left = np.argsort(counts == 0, axis=1, kind="stable")  # kept entries first, in their order
+        counts, chosen = np.take_along_axis(counts, left, axis=1), np.take_along_axis(chosen, left, axis=1)
+    return np.where(counts > 0, chosen, 0), counts
 
 
 def draw_counts(ids: Ints, counts: Ints, draws: Ints) -> Ints:

@@ -6,7 +6,7 @@ from worker.cli import worker_command
 from worker.config import WorkerConfig
 from worker.process import Served
 
-MODEL_HELP = "smollm2-135m-instruct, a Hugging Face id, a local folder, a .gguf file, or toy:…"
+MODEL_HELP = "smollm2-135m-instruct, a Hugging Face id, a local folder, a .gguf file, synthetic:… or toy:…"
 
 
 def _load(config: WorkerConfig) -> Served:
@@ -14,7 +14,9 @@ def _load(config: WorkerConfig) -> Served:
     from worker.models import load_model, served_model
 
     executor, vocabulary = load_model(config)
-    return served_model(TargetEngine(executor), executor, vocabulary)
+    engine = TargetEngine(executor)
+    engine.warm_up()
+    return served_model(engine, executor, vocabulary)
 
 
 main = worker_command("target", "smollm2-135m-instruct", MODEL_HELP, _load)

@@ -17,7 +17,7 @@ from execution.interface import Executor, Extension
 from protocol.codecs import decode
 from protocol.errors import FailureCode, ProtocolError
 from protocol.messages import Message, Open, Verdict, Verify
-from speculative import Outcome, log_distribution, verify_coupled, verify_greedy, verify_rejection
+from speculative import Outcome, SamplingOptions, log_distribution, verify_coupled, verify_greedy, verify_rejection
 from worker.loop import failure
 from worker.prefill import ALONE, BESIDE_WORK, PASS_TOKENS, PrefillQueue
 from worker.sampling import check_open, sampling_options
@@ -56,6 +56,15 @@ class TargetEngine:
         self._refused: list[tuple[Entry, Message]] = []  # answers that need no pass
         self._prefill = PrefillQueue()
         self.in_hand: list[Entry] = []
+
+    def warm_up(self) -> None:
+        """Verify once, on made-up rows: a library's first calls take many times what later ones do."""
+        log_p = log_distribution(
+            torch.zeros(2, self._executor.vocab_size, device=self._executor.device), [SamplingOptions()] * 2
+        )
+        drafted = torch.zeros(1, dtype=torch.int64)
+        verify_coupled(log_p, [1], drafted, [0], [0])
+        verify_rejection(log_p, [1], drafted, drafted[:, None], torch.ones(1, 1, dtype=torch.float64), [0], [0])
 
     @property
     def busy(self) -> bool:

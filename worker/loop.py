@@ -132,7 +132,8 @@ class WorkerLoop:
             if message.block_id < entry.verdict.block_id:
                 raise ProtocolError("out_of_sync", f"block {message.block_id} is older than the last one verified")
         if entry.work is not None:
-            if type(entry.work) is type(message) and entry.work.block_id == message.block_id:
+            same = type(entry.work) is type(message) and entry.work.block_id == message.block_id
+            if same and entry.work.epoch == message.epoch:
                 return  # a repeat of what is being worked on
             if not isinstance(entry.work, Branch):  # a guess ahead gives way to whatever comes after it
                 raise ProtocolError("out_of_sync", "one block of a request at a time: wait for the reply")

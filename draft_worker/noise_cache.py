@@ -1,16 +1,40 @@
-"""The race's noise by position, computed once: branches meet the same positions again and again. Imports torch."""
+"""Noise by position, computed once: branches meet the same positions again and again. Imports torch."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from speculative import Stream, gumbel
+from speculative import Stream, gumbel, integers16
 
 KEPT_BYTES = 1 << 26
+AHEAD = 64  # positions drawn in one call: it costs little more than one position does
+KEPT_RANGES = 4096
+
+
+class DraftDraws:
+    """The integers below 65536 of stream DRAFT, by (seed, position): what draws a token of codec counts."""
+
+    def __init__(self) -> None:
+        self._ranges: OrderedDict[tuple[int, int], npt.NDArray[np.int64]] = OrderedDict()
+
+    def integers(self, seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.int64]:
+        """int64 [N], the same as `integers16(seeds, Stream.DRAFT, positions)`."""
+        return np.array([self._one(seed, place) for seed, place in zip(seeds, positions, strict=True)], dtype=np.int64)
+
+    def _one(self, seed: int, position: int) -> int:
+        key = (seed, position // AHEAD)
+        if key not in self._ranges:
+            first = key[1] * AHEAD
+            self._ranges[key] = integers16([seed] * AHEAD, Stream.DRAFT, range(first, first + AHEAD)).numpy()
+            if len(self._ranges) > KEPT_RANGES:
+                self._ranges.popitem(last=False)
+        return int(self._ranges[key][position % AHEAD])
 
 
 class PublicNoise:
