@@ -7,6 +7,7 @@ outcome: both give the same tokens, so a branch may take such a block's place at
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +27,7 @@ class Run:
     message: Branch
     started: float = field(default_factory=time.perf_counter)
     forked: bool = False
+    answered: bool = False
     outcomes: list[tuple[int, int]] = field(default_factory=list)  # (accepted, token) of each branch
     branches: list[Drafting] = field(default_factory=list)
     steps: int = 0
@@ -58,11 +60,12 @@ class Run:
                 return branch
         return None
 
-    def reply(self) -> Branches:
-        """What has been drafted. A branch whose first logits were NaN is left out: nothing was drawn in it."""
-        kept = [
-            (outcome, branch) for outcome, branch in zip(self.outcomes, self.branches, strict=True) if branch.tokens
-        ]
+    def reply(self, drafted: Sequence[tuple[tuple[int, int], Drafting]]) -> Branches:
+        """The branches `drafted`, each with its outcome (none where the run was cut short), and what it took.
+
+        One whose first logits were NaN is left out: nothing was drawn in it.
+        """
+        kept = [(outcome, branch) for outcome, branch in drafted if branch.tokens]
         rows = [row for _, branch in kept for row in branch.q]
         return Branches(
             request_id=self.message.request_id,

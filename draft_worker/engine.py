@@ -55,6 +55,7 @@ class ModelDraftEngine:
         self._executor = executor
         self._asked: dict[Key, Asked] = {}
         self._runs: dict[Key, Run] = {}  # unfinished, or the last one finished
+        self._cut_short: list[tuple[Entry, Message]] = []  # what unfinished runs have cost
         self._prefill = PrefillQueue()
         self._noise = PublicNoise(executor.device)
         self._draws = DraftDraws()
@@ -70,7 +71,7 @@ class ModelDraftEngine:
 
     @property
     def busy(self) -> bool:
-        return bool(self._asked or len(self._prefill) or self._unfinished())
+        return bool(self._asked or len(self._prefill) or self._cut_short or self._unfinished())
 
     def open(self, opened: Open) -> int:
         check_open(opened, opened.vocab_size, self._executor.context_length)
@@ -89,6 +90,7 @@ class ModelDraftEngine:
         if asked is not None and asked.run is not None:
             self._end(asked.run)
         self._drop_run(entry)
+        self._cut_short = [one for one in self._cut_short if one[0] is not entry]
         self._executor.close(entry.row)
 
     def check(self, entry: Entry, message: Work) -> None:
@@ -107,6 +109,8 @@ class ModelDraftEngine:
             return
         assert isinstance(message, Propose)
         run = self._runs.pop(entry.key, None)
+        if run is not None and not run.answered and run.steps:
+            self._cut_short.append((entry, run.reply([])))
         branch = run.follows(message) if run is not None else None
         if run is not None and branch is not None and (branch.tokens or branch.wants_more):
             for other in run.branches:
@@ -141,7 +145,8 @@ class ModelDraftEngine:
         fed = len(batch)
         batch += [Extension(p.entry.row, self._known(p.tokens), 0) for p in pieces if p.tokens]
         logits = self._executor.extend(batch)[:fed] if batch else []
-        replies = self._prefill.fed(pieces)
+        replies = self._prefill.fed(pieces) + self._cut_short
+        self._cut_short = []
         if fed:
             owners = [run.entry for run in reading] + [one.entry for one in growing]
             log_q = _log_q(logits, owners)
@@ -220,8 +225,9 @@ class ModelDraftEngine:
             del self._asked[asked.entry.key]
             replies.append((asked.entry, self._block(asked)))
         for run in runs:
-            if run.done and run.entry.work is run.message:
-                replies.append((run.entry, run.reply()))
+            if run.done:
+                run.answered = True
+                replies.append((run.entry, run.reply(list(zip(run.outcomes, run.branches, strict=True)))))
                 for branch in run.branches:
                     self._free(branch)
         return replies
@@ -252,7 +258,7 @@ class ModelDraftEngine:
     # ------------------------------------------------------------ rows
 
     def _unfinished(self) -> list[Run]:
-        return [run for run in self._runs.values() if run.entry.work is run.message]
+        return [run for run in self._runs.values() if not run.answered]
 
     def _drop_run(self, entry: Entry) -> None:
         run = self._runs.pop(entry.key, None)

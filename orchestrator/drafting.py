@@ -168,6 +168,8 @@ class Drafter:
         # After the shortest round two more tokens must fit: one drafted, and the target's own after it.
         if peer is None or not plan.width or gamma <= 0 or self._request.room < 3:
             return None
+        if self._ahead is not None:
+            self._ahead.task.cancel()
         base_length = len(self._request.tokens)
         if base_length + len(drafted.proposal.tokens) + 1 >= peer.welcome.context_length:
             return None
@@ -198,19 +200,22 @@ class Drafter:
 
     def settle(self, ahead: Ahead, accepted: int, token: int) -> tuple[Branching, Drafted | None]:
         """The outcome is known: the branch for it, if it came in time. What is still on its way isn't waited for."""
-        self._ahead = None
         if not ahead.task.done():
-            ahead.task.cancel()
+            ahead.task.add_done_callback(self._learn)  # a run that is cut short still tells what it cost
             return ahead.none(), None
+        self._learn(ahead.task)
         try:
             reply = ahead.task.result()
         except (LinkError, ProtocolError) as error:
             self._failed(error)
             return ahead.none(), None
-        branches = reply.message
-        self._pacer.drafted(branches.seconds, branches.steps, branches.rows)
-        self._pacer.round_trips(draft=max(0.0, reply.round_trip_seconds - branches.seconds))
+        self._pacer.round_trips(draft=max(0.0, reply.round_trip_seconds - reply.message.seconds))
         return ahead.found(reply, accepted, token)
+
+    def _learn(self, task: asyncio.Task[Reply[Branches]]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            branches = task.result().message
+            self._pacer.drafted(branches.seconds, branches.steps, branches.rows)
 
 
 class Ahead:

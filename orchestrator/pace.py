@@ -283,14 +283,18 @@ class Pace:
         the branches in time (None: none were asked for)."""
         pacer = self._pacer
         if hit is not None and self._width:
-            expected = hit_share(self._width, forks(self.alpha, drafted))
-            for scale in (self._scale, pacer.scale):
-                scale.add(hit, expected)
+            self.guessed(hit, self._width, drafted)
         for alpha in (self._alpha, pacer.alpha):
             alpha.add(accepted, accepted + refused)
         pacer.reached(drafted)
         pacer.waited = 0 if drafted else pacer.waited + 1
         self._settle_tries(drafted)
+
+    def guessed(self, right: bool, width: int, drafted: int) -> None:
+        """Whether the outcome of a block of `drafted` tokens was among `width` branches, in time or not."""
+        expected = hit_share(width, forks(self.alpha, drafted))
+        for scale in (self._scale, self._pacer.scale):
+            scale.add(right, expected)
 
     def _settle_tries(self, drafted: int) -> None:
         if self._trying is not None:

@@ -40,6 +40,7 @@ class Rounds:
         self._pacer = pacer
         self._pace: Pace = pacer.request()
         self._block_id = 0
+        self._late_run: tuple[int, int] | None = None  # branches asked for and γ of the block that they followed
         self._next: Drafted | None = None  # a branch that was hit: this round's block is there already
 
     async def open(self) -> None:
@@ -58,6 +59,7 @@ class Rounds:
         plan = self._pace.plan()
         drafted = self._next or await self._drafter.block(self._block_id, plan)
         self._next = None
+        self._judge_late_run(drafted)
         verifying = asyncio.create_task(self._verify(drafted))  # its block goes out first
         ahead = self._drafter.ahead(self._block_id, drafted, plan, self._pace.alpha)
         try:
@@ -84,12 +86,23 @@ class Rounds:
         branching, self._next = self._drafter.settle(ahead, verified.accepted, verified.token)
         return branching
 
+    def _judge_late_run(self, drafted: Drafted) -> None:
+        """A run that the verdict overtook: the draft had a branch for the outcome where its block took fewer steps."""
+        if self._late_run is not None and drafted.proposal.origin == "drafted":
+            width, gamma = self._late_run
+            self._pace.guessed(drafted.proposal.steps < len(drafted.proposal.tokens), width, gamma)
+        self._late_run = None
+
     def _learn(self, drafted: Drafted, verified: Verified, branching: Branching | None) -> None:
         count = len(drafted.proposal.tokens)
         self._pacer.verified(verified.seconds, verified.positions)
         self._pacer.round_trips(target=verified.wire_seconds)
-        hit = None if branching is None else branching.hit
-        self._pace.add(count, verified.accepted, verified.accepted < count, hit)
+        if branching is not None:
+            if branching.span is None:
+                self._late_run = (branching.asked, count)
+            else:
+                self._pace.guessed(branching.hit, branching.asked, count)
+        self._pace.add(count, verified.accepted, verified.accepted < count)
 
     async def close(self) -> None:
         """Free both workers' state; never raises."""

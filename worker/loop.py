@@ -11,6 +11,7 @@ from typing import Protocol
 
 from protocol.endpoint import Endpoint, Peer
 from protocol.errors import ProtocolError
+from protocol.matching import REPLIES
 from protocol.messages import (
     Branch,
     Close,
@@ -19,7 +20,6 @@ from protocol.messages import (
     Hello,
     Message,
     Open,
-    Opened,
     TokenizerReply,
     Verify,
     Welcome,
@@ -156,7 +156,7 @@ class WorkerLoop:
             self._fail_pass(error)
             return
         for entry, reply in replies:
-            if not isinstance(reply, Opened):
+            if entry.work is not None and isinstance(reply, (REPLIES[type(entry.work)], Failure)):
                 entry.work = None
             self._endpoint.send(entry.key[0], reply)
 
