@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,14 +11,28 @@ import numpy as np
 
 from draft_worker.engine import ModelDraftEngine
 from execution.toy import ToyExecutor
-from orchestrator.request import GenerateOptions, Proposal, Request, Round, Verified
+from orchestrator.request import Branching, GenerateOptions, Proposal, Request, Round, Verified
 from protocol.codecs import NO_Q, EncodedQ
 from protocol.endpoint import Peer, WorkerStatus
-from protocol.messages import Block, Failure, Message, Open, Opened, Propose, Sampling, Verdict, Verify, token_array
+from protocol.messages import (
+    Block,
+    Branch,
+    Branches,
+    Failure,
+    Message,
+    Open,
+    Opened,
+    Propose,
+    Sampling,
+    Verdict,
+    Verify,
+    token_array,
+)
 from target_worker.engine import TargetEngine
 from worker.loop import WorkerLoop
 
 PEER = Peer(b"tests")
+WIDTH, ALPHA = 12, 0.6  # of the branches asked for
 
 
 class ListEndpoint:
@@ -45,10 +59,29 @@ class Worker:
         self._endpoint = ListEndpoint()
         self._loop = WorkerLoop(self._endpoint, None, None, engine)  # type: ignore[arg-type]
 
-    def ask(self, messages: Sequence[Message]) -> list[Any]:
+    @property
+    def busy(self) -> bool:
+        return self._loop.busy
+
+    def tell(self, *messages: Message) -> list[Any]:
+        """Take the messages and run one step: what was sent in it."""
         self._endpoint.sent = []
         self._loop.step([(PEER, message) for message in messages])
         return self._endpoint.sent
+
+    def finish(self) -> list[Any]:
+        """Step until there is nothing to do: all that was sent meanwhile."""
+        sent: list[Any] = []
+        while self.busy:
+            sent += self.tell()
+        return sent
+
+    def ask(self, messages: Sequence[Message]) -> list[Any]:
+        """The replies in the order of the messages, one each, whatever order they came in."""
+        sent = self.tell(*messages) + self.finish()
+        order = {message.request_id: place for place, message in enumerate(messages)}  # type: ignore[attr-defined]
+        assert sorted(order) == sorted(reply.request_id for reply in sent), sent
+        return sorted(sent, key=lambda reply: order[reply.request_id])
 
 
 @dataclass(frozen=True)
@@ -67,6 +100,8 @@ class Drafted:
 
 Draft = Callable[["Pair", list[Request], int, int], list[Drafted]]
 Verifier = Callable[["Pair", list[Request], list[Drafted], int], list[Verdict]]
+Outcomes = Mapping[tuple[int, int], Drafted]  # the branches of one block by (accepted, token)
+Ahead = Callable[["Pair", list[Request], list[Drafted], int, int], list[Outcomes]]
 
 
 class Pair:
@@ -100,6 +135,30 @@ class Pair:
         assert all(isinstance(block, Block) or block.code == "nan" for block in blocks), blocks
         return blocks
 
+    def branches(
+        self, worker: Worker, requests: list[Request], drafted: list[Drafted], gamma: int, block_id: int
+    ) -> list[Outcomes]:
+        """The branches of each request's block in flight; none where nothing can follow it."""
+        asked = [
+            Branch(
+                request_id=r.request_id,
+                epoch=1,
+                base_length=len(r.tokens),
+                block_id=block_id,
+                gamma=gamma,
+                width=WIDTH,
+                alpha=ALPHA,
+                room=r.room,
+                ends=tuple(sorted(r.eos_ids)),
+                tail=token_array(r.tokens[-9:]),
+                tokens=token_array(d.tokens),
+            )
+            for r, d in zip(requests, drafted, strict=True)
+            if r.room >= 3
+        ]
+        found = {reply.request_id: outcomes(reply) for reply in worker.ask(asked)} if asked else {}
+        return [found.get(r.request_id, {}) for r in requests]
+
     def judge(self, worker: Worker, requests: list[Request], drafted: list[Drafted], block_id: int) -> list[Verdict]:
         verdicts = worker.ask(
             [
@@ -126,39 +185,69 @@ class Pair:
         vocab: int,
         seed: int,
         gamma: int = 4,
+        mode: str = "rejection",
         codec: str = "counts",
         draft: Draft | None = None,
         verify: Verifier | None = None,
+        ahead: Ahead | None = None,
         second_draft: bool = False,
         second_verdict: bool = False,
     ) -> list[tuple[Request, list[Round]]]:
-        """`count` requests in lockstep, every block of all of them in one pass."""
+        """`count` requests in lockstep, every block of all of them in one pass. `ahead`: with branches."""
         requests = []
         for i in range(count):
             self._ids += 1
             requests.append(Request(self._ids, (i % vocab,), options, seed + i, frozenset(), 10**6))
-        self.open(self.target, requests, "rejection", codec)
-        self.open(self.drafter, requests, "rejection", codec)
+        self.open(self.target, requests, mode, codec)
+        self.open(self.drafter, requests, mode, codec)
         if second_draft:
-            self.open(self.other_drafter, requests, "rejection", codec, seed_step=500_000)
+            self.open(self.other_drafter, requests, mode, codec, seed_step=500_000)
         if second_verdict:
-            self.open(self.other_target, requests, "rejection", codec, seed_step=500_000)
+            self.open(self.other_target, requests, mode, codec, seed_step=500_000)
         done: dict[int, list[Round]] = {r.request_id: [] for r in requests}
+        there: dict[int, Drafted] = {}  # a hit: the block is there already
         block_id, going = 0, requests
         while going:
             block_id += 1
-            drafted = (draft or plain_draft)(self, going, gamma, block_id)
+            missing = [r for r in going if r.request_id not in there]
+            fresh = (draft or plain_draft)(self, missing, gamma, block_id) if missing else []
+            blocks = there | {r.request_id: d for r, d in zip(missing, fresh, strict=True)}
+            drafted = [blocks[r.request_id] for r in going]
+            branches = ahead(self, going, drafted, gamma, block_id) if ahead is not None else [{} for _ in going]
             verdicts = (
                 self.judge(self.target, going, drafted, block_id)
                 if verify is None
                 else verify(self, going, drafted, block_id)
             )
-            for r, d, v in zip(going, drafted, verdicts, strict=True):
-                proposal = Proposal(tuple(d.tokens), "toy")
+            for r, d, v, outcomes_of in zip(going, drafted, verdicts, branches, strict=True):
+                proposal = Proposal(tuple(d.tokens), "toy", origin="branch" if r.request_id in there else "drafted")
+                hit = outcomes_of.get((v.accepted, v.token))
+                told = Branching(WIDTH, len(outcomes_of), hit is not None) if outcomes_of else None
                 origin = "bonus" if v.origin == "bonus" else "correction"
-                done[r.request_id].append(r.commit(proposal, Verified(v.accepted, v.token, origin, 0, 0, 0)))
+                verified = Verified(v.accepted, v.token, origin, 0, 0, 0)
+                done[r.request_id].append(r.commit(proposal, verified, branching=told))
+                there.pop(r.request_id, None)
+                if hit is not None:
+                    there[r.request_id] = hit
             going = [r for r in going if r.finish_reason is None]
         return [(r, done[r.request_id]) for r in requests]
+
+
+def outcomes(branches: Branches) -> dict[tuple[int, int], Drafted]:
+    """Each outcome's branch."""
+    found, start = {}, 0
+    for accepted, token, length in zip(branches.accepted, branches.next, branches.lengths, strict=True):
+        stop = start + int(length)
+        tokens = branches.tokens[start:stop].tolist()
+        found[int(accepted), int(token)] = Drafted(tokens, branches.q.part(start, stop))
+        start = stop
+    return found
+
+
+def hit_share(done: list[tuple[Request, list[Round]]]) -> float:
+    """Of the rounds that had branches."""
+    told = [one.branching.hit for _, rounds in done for one in rounds if one.branching is not None]
+    return sum(told) / len(told) if told else 0.0
 
 
 def as_drafted(block: Block | Failure) -> Drafted:
@@ -170,3 +259,9 @@ def as_drafted(block: Block | Failure) -> Drafted:
 
 def plain_draft(pair: Pair, requests: list[Request], gamma: int, block_id: int) -> list[Drafted]:
     return [as_drafted(block) for block in pair.propose(pair.drafter, requests, gamma, block_id)]
+
+
+def plain_ahead(
+    pair: Pair, requests: list[Request], drafted: list[Drafted], gamma: int, block_id: int
+) -> list[Outcomes]:
+    return pair.branches(pair.drafter, requests, drafted, gamma, block_id)

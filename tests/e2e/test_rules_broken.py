@@ -8,7 +8,7 @@ unlikely token that is kept) must pass. Sizes: SAMPLES transitions of an order-1
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -68,9 +68,9 @@ def shared_noise(patch: Patch) -> None:
     asked: list[Any] = []
     intact = draft_engine.ModelDraftEngine._draw
 
-    def remember(self: Any, active: Any, log_q: Any, draws: Any) -> None:
-        asked.append(([one.entry.opened.seed for one in active], [one.position for one in active]))
-        intact(self, active, log_q, draws)
+    def remember(self: Any, growing: Any, log_q: Any) -> None:
+        asked.append(([one.entry.opened.seed for one in growing], [one.position for one in growing]))
+        intact(self, growing, log_q)
 
     def race(log_p: Any, seeds: Any, streams: Any, positions: Any, ids: Any = None) -> Any:
         shared = [Stream.DRAFT if stream == Stream.RESIDUAL else stream for stream in streams]
@@ -194,15 +194,15 @@ def accepted_by_own_q(patch: Patch) -> None:
 
 def nan_drops_the_block(patch: Patch) -> None:
     """E2: a block in which the draft's logits became NaN is thrown away whole, with the token that led there."""
-    intact = draft_engine.ModelDraftEngine._finish
+    intact = draft_engine.ModelDraftEngine._block
 
-    def finish(self: Any, block: Any, seconds: float) -> Any:
-        if block.broken:
-            block.tokens.clear()
-            block.rows.clear()
-        return intact(self, replace(block, broken=False), seconds)
+    def block(self: Any, asked: Any) -> Any:
+        if asked.drafting.broken:
+            asked.drafting.tokens.clear()
+            asked.drafting.q.clear()
+        return intact(self, asked)
 
-    patch.setattr(draft_engine.ModelDraftEngine, "_finish", finish)
+    patch.setattr(draft_engine.ModelDraftEngine, "_block", block)
 
 
 def nothing(patch: Patch) -> None:
