@@ -49,6 +49,7 @@ class Asked:
 class ModelDraftEngine:
     """Proposes blocks, and branches ahead of them, with one executor."""
 
+    gathers = False
     work_types: tuple[type[Work], ...] = (Propose, Branch)
 
     def __init__(self, executor: Executor) -> None:

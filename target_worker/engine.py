@@ -47,6 +47,7 @@ class Checked:
 class TargetEngine:
     """Verifies blocks with one executor. A pass takes at most `pass_tokens` tokens (one block always fits)."""
 
+    gathers = True
     work_types: tuple[type[Work], ...] = (Verify,)
 
     def __init__(self, executor: Executor, pass_tokens: int = PASS_TOKENS) -> None:

@@ -6,6 +6,7 @@ Imports protocol only. Requests join and leave between two steps: what comes whi
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -28,6 +29,7 @@ from worker.table import Entry, RequestTable, Work
 
 logger = logging.getLogger(__name__)
 IDLE_SECONDS = 1.0  # how long a receive waits; an abort or a shutdown wakes it at once
+GATHER_SHARE, GATHER_SECONDS = 0.03, 0.002  # of a step, and at most: the wait for rows that were just answered
 
 
 class Engine(Protocol):
@@ -36,6 +38,10 @@ class Engine(Protocol):
     @property
     def work_types(self) -> tuple[type[Work], ...]:
         """The messages that it works on."""
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a step waits a moment for the requests that the one before it answered."""
 
     @property
     def busy(self) -> bool:
@@ -74,11 +80,27 @@ class WorkerLoop:
         self._engine = engine
         self._table = RequestTable()
         self._passes = 0
+        self._step_seconds = 0.0
+        self._answered = 0  # requests that the last step answered
 
     def run(self) -> None:
         self._endpoint.status.update(state="ready")
         while not self._endpoint.stopping.is_set():
-            self.step(self._endpoint.receive(0.0 if self._engine.busy else IDLE_SECONDS))
+            pending = self._endpoint.receive(0.0 if self._engine.busy else IDLE_SECONDS)
+            self.step(self._gathered(pending) if self._engine.gathers else pending)
+
+    def _gathered(self, pending: list[tuple[Peer, Message]]) -> list[tuple[Peer, Message]]:
+        """`pending`, and what the rows of the last step send in a moment: a step that left without them would have a
+        few of them each time, and take as long.
+        """
+        deadline = time.monotonic() + min(GATHER_SECONDS, GATHER_SHARE * self._step_seconds)
+        while (pending or self._engine.busy) and not self._endpoint.stopping.is_set():
+            came = sum(isinstance(message, self._engine.work_types) for _, message in pending)
+            left = deadline - time.monotonic()
+            if came >= self._answered or left <= 0:
+                break
+            pending += self._endpoint.receive(left)
+        return pending
 
     @property
     def busy(self) -> bool:
@@ -131,14 +153,14 @@ class WorkerLoop:
                 return
             if message.block_id < entry.verdict.block_id:
                 raise ProtocolError("out_of_sync", f"block {message.block_id} is older than the last one verified")
+        entry.check(message.epoch, message.base_length, len(message.tail))
         if entry.work is not None:
-            same = type(entry.work) is type(message) and entry.work.block_id == message.block_id
-            if same and entry.work.epoch == message.epoch:
+            if type(entry.work) is type(message) and entry.work.block_id == message.block_id:
                 return  # a repeat of what is being worked on
             if not isinstance(entry.work, Branch):  # a guess ahead gives way to whatever comes after it
                 raise ProtocolError("out_of_sync", "one block of a request at a time: wait for the reply")
         self._engine.check(entry, message)
-        entry.follow(message.epoch, message.base_length, message.tail.tolist())
+        entry.follow(message.base_length, message.tail.tolist())
         entry.work = message
         self._engine.start(entry, message)
 
@@ -149,16 +171,28 @@ class WorkerLoop:
 
     def _pass(self) -> None:
         self._passes += 1
+        started = time.monotonic()
         try:
             replies = self._engine.step()
         except Exception as error:  # an engine's own checks come before: this is a fault; the process lives on
             logger.exception("a pass failed")
             self._fail_pass(error)
             return
+        self._step_seconds = time.monotonic() - started
+        self._answered = sum(entry.work is not None for entry, _ in replies)
         for entry, reply in replies:
-            if entry.work is not None and isinstance(reply, (REPLIES[type(entry.work)], Failure)):
-                entry.work = None
+            self._reply(entry, reply)
+
+    def _reply(self, entry: Entry, reply: Message) -> None:
+        work = entry.work
+        if work is not None and isinstance(reply, (REPLIES[type(work)], Failure)):
+            entry.work = None
+        try:
             self._endpoint.send(entry.key[0], reply)
+        except ProtocolError as error:  # a reply that the wire can't carry is the request's misfortune alone
+            logger.exception("a reply can't be sent")
+            cause = ProtocolError("internal", f"the reply can't be sent: {error.text}")
+            self._endpoint.send(entry.key[0], failure(work or entry.opened, cause))
 
     def _fail_pass(self, error: Exception) -> None:
         """Close every request of a pass that raised: their rows are in an unknown state."""

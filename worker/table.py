@@ -33,23 +33,23 @@ class Entry:
     def request_id(self) -> int:
         return self.key[1]
 
-    def follow(self, epoch: int, base_length: int, tail: Sequence[int]) -> None:
-        """Set the committed tokens to `base_length` tokens that end in `tail`.
-
-        Raises ProtocolError `stale_epoch` when the state was rebuilt since, `out_of_sync` when `tail` leaves a gap.
-        """
+    def check(self, epoch: int, base_length: int, tail_length: int) -> None:
+        """ProtocolError `stale_epoch` when the state was rebuilt since, `out_of_sync` when the tail leaves a gap."""
         if epoch != self.opened.epoch:
             raise ProtocolError(
                 "stale_epoch", f"request {self.request_id} is at epoch {self.opened.epoch}, the message at {epoch}"
             )
-        start = base_length - len(tail)
+        start = base_length - tail_length
         if start < 0 or start > len(self.tokens):
             raise ProtocolError(
                 "out_of_sync",
                 f"request {self.request_id} holds {len(self.tokens)} committed tokens, the message continues from "
                 f"{start}; open the request again with all its tokens",
             )
-        self.tokens[start:] = tail
+
+    def follow(self, base_length: int, tail: Sequence[int]) -> None:
+        """Set the committed tokens to `base_length` tokens that end in `tail`, which `check` has let pass."""
+        self.tokens[base_length - len(tail) :] = tail
 
     def uncached(self) -> tuple[int, list[int]]:
         """(length to which the row must be rolled back, committed tokens to feed: at least the last one).
