@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -24,7 +25,7 @@ PLAIN = ("--target-model", TARGET, "--draft", "none", "--target-threads", "1")
 REPORT = {"text", "token_ids", "finish_reason", "usage", "seed", "speculative", "seconds"}
 SPECULATIVE = {
     "rounds", "drafted", "accepted", "emitted", "acceptance_rate", "tokens_per_round", "wire_bytes_per_draft_token",
-    "accepted_per_position",
+    "accepted_per_position", "gammas", "branch_hits", "branch_misses",
 }  # fmt: skip
 
 
@@ -33,14 +34,14 @@ def test_json_and_trace(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     done = cli(
         "generate", "abc", *PAIR, "--json", "--trace", str(trace), "--max-tokens", "60", "--seed", "5",
-        "--verify", "coupled",
+        "--verify", "coupled", "--gamma", "4",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert set(report) == REPORT
     assert set(report["usage"]) == {"prompt_tokens", "completion_tokens", "total_tokens"}
     spec, seconds = report["speculative"], report["seconds"]
-    assert set(spec) == SPECULATIVE and set(seconds) == {"draft", "verify", "wire", "total"}
+    assert set(spec) == SPECULATIVE and set(seconds) == {"draft", "branches", "verify", "wire", "total"}
 
     assert report["token_ids"] == plain_coupled(TARGET, [0, 1, 2], 5, 60)
     assert report["text"] == "".join("abcdefghijklmnopqrst"[token] for token in report["token_ids"])
@@ -64,6 +65,14 @@ def test_json_and_trace(tmp_path: Path) -> None:
     assert sum(line["bytes_to_target"] for line in lines if line["proposed"]) == pytest.approx(
         spec["wire_bytes_per_draft_token"] * spec["drafted"]
     )
+    assert spec["gammas"] == {str(gamma): [line["gamma"] for line in lines].count(gamma) for gamma in
+                              sorted({line["gamma"] for line in lines})}  # fmt: skip
+    assert max(line["gamma"] for line in lines) == 4
+    asked = [line["branches"] for line in lines if line["branches"] is not None]
+    assert asked and spec["branch_hits"] == sum(one["hit"] for one in asked)
+    assert len(asked) - 1 <= spec["branch_hits"] + spec["branch_misses"] <= len(asked)
+    for line, later in itertools.pairwise(lines):
+        assert (later["origin"] == "branch") == (line["branches"] is not None and line["branches"]["hit"])
     base = 3
     for line in lines:
         assert line["base_length"] == base and {"correction", "bonus"} & set(line)
@@ -131,7 +140,10 @@ def test_precedence(tmp_path: Path) -> None:
     assert (by_flag["gamma"], by_flag["max_tokens"], by_flag["verify"]) == (7, 77, "coupled")
     assert resolved(["generate", "x", "--gamma", "7"], **environment)["gamma"] == 7
     assert resolved(["--gamma", "7", "generate", "x", "--gamma", "9"], **environment)["gamma"] == 9
-    assert resolved(["generate", "x"])["gamma"] == 1
+    plain = resolved(["generate", "x"])
+    assert (plain["gamma"], plain["overlap"]) == ("auto", "on")
+    assert resolved(["generate", "x", "--gamma", "auto", "--overlap", "off"], **environment)["gamma"] == "auto"
+    assert resolved(["generate", "x"], SPECDEC_OVERLAP="off")["overlap"] == "off"
 
 
 # ---------------------------------------------------------------- bad input
@@ -151,6 +163,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "empty prompt": (["generate", ""], "prompt is empty"),
     "gamma below 0": (["generate", "x", "--gamma", "-1"], "gamma.*-1.*64"),
     "absurd gamma": (["generate", "x", "--gamma", "1000"], "gamma.*1000.*64"),
+    "unknown overlap": (["generate", "x", "--overlap", "maybe"], "overlap.*maybe.*on.*off"),
     "gamma no number": (["generate", "x", "--gamma", "many"], "gamma.*many"),
     "negative temperature": (["generate", "x", "--temperature", "-0.5"], "temperature.*-0.5"),
     "temperature nan": (["generate", "x", "--temperature", "nan"], "temperature.*nan"),
