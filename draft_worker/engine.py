@@ -151,8 +151,9 @@ class ModelDraftEngine:
         if fed:
             owners = [run.entry for run in reading] + [one.entry for one in growing]
             log_q = _log_q(logits, owners)
-            for run, rows in zip(reading, log_q, strict=False):
-                self._fork(run, rows)
+            for run, rows, raw in zip(reading, log_q, logits, strict=False):
+                greedy = mode_of(run.entry) == "greedy"  # then log q is of one token: who comes next, logits say
+                self._fork(run, _limited(raw, run.entry.opened.vocab_size) if greedy else rows)
             if growing:
                 self._draw(growing, torch.cat(log_q[len(reading) :]))
         for one in asked:
@@ -175,8 +176,6 @@ class ModelDraftEngine:
         """Choose outcomes and give each a row; log_q [γ + 1, V] of the block in flight."""
         entry, message = run.entry, run.message
         run.forked = True
-        if bool(log_q.isnan().any()):
-            self._forget_from(entry, len(entry.tokens) - 1)
         lengths = [run.length(kept, self._executor.context_length) for kept in range(run.forks())]
         counts = shares(self._width(run), len(run.block), message.alpha)[: len(lengths)]
         counts = [count if length else 0 for count, length in zip(counts, lengths, strict=True)]
@@ -187,6 +186,8 @@ class ModelDraftEngine:
                 row = self._executor.fork(entry.row, message.base_length + kept)
                 run.outcomes.append((kept, token))
                 run.branches.append(Drafting(entry, row, message.base_length + kept + 1, lengths[kept], [token]))
+        if bool(log_q.isnan().any()):
+            self._forget_from(entry, len(entry.tokens) - 1)
 
     @staticmethod
     def _width(run: Run) -> int:

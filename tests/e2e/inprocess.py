@@ -77,8 +77,16 @@ class Worker:
         return sent
 
     def ask(self, messages: Sequence[Message]) -> list[Any]:
-        """The replies in the order of the messages, one each, whatever order they came in."""
-        sent = self.tell(*messages) + self.finish()
+        """The replies in the order of the messages, one each, whatever order they came in.
+
+        What an earlier run of branches tells when it's cut short is left out.
+        """
+        runs = {(message.request_id, message.block_id) for message in messages if isinstance(message, Branch)}
+        sent = [
+            reply
+            for reply in self.tell(*messages) + self.finish()
+            if not isinstance(reply, Branches) or (reply.request_id, reply.block_id) in runs
+        ]
         order = {message.request_id: place for place, message in enumerate(messages)}  # type: ignore[attr-defined]
         assert sorted(order) == sorted(reply.request_id for reply in sent), sent
         return sorted(sent, key=lambda reply: order[reply.request_id])

@@ -1,0 +1,285 @@
+"""Branches in process, step by step: each continues from its own outcome, whatever the outcome is and whoever interrupts.
+
+The measure is `Propose`: asked after an outcome, on a draft that never heard of branches, it must give the very tokens
+and the very q̃ that the outcome's branch has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draft_worker.engine import ModelDraftEngine
+from execution.toy import ToyExecutor
+from protocol.codecs import NO_Q, EncodedQ
+from protocol.messages import Block, Branch, Branches, Close, Message, Open, Opened, Propose, Sampling, token_array
+from tests.e2e.inprocess import Drafted, Worker, outcomes
+from tests.e2e.support import toy
+
+V = 8
+DRAFT = toy(vocab=V, order=2, seed=5, scale=1.3)
+PROMPT = [1, 2, 3, 4]
+GAMMA = 4
+MODES: dict[str, tuple[str, str, float]] = {
+    "counts": ("rejection", "counts", 1.0),
+    "dense": ("rejection", "dense", 1.0),
+    "coupled": ("coupled", "none", 1.0),
+    "greedy": ("rejection", "counts", 0.0),
+}
+
+
+class Draft(Worker):
+    """A draft worker with one request open."""
+
+    def __init__(self, mode: str = "counts", model: str = DRAFT, prompt: list[int] = PROMPT) -> None:
+        self.executor = ToyExecutor(model)
+        super().__init__(ModelDraftEngine(self.executor))
+        verify, codec, temperature = MODES[mode]
+        sampling = Sampling(temperature, 0, 1.0, 0.0)
+        (opened,) = self.ask([Open(1, 1, 77, verify, codec, sampling, V, token_array(prompt))])
+        assert isinstance(opened, Opened)
+        self.at_rest = self.rows
+
+    @property
+    def rows(self) -> int:
+        return len(self.executor._lengths)
+
+
+def propose(tokens: list[int], gamma: int = GAMMA, block_id: int = 2) -> Propose:
+    return Propose(1, 1, len(tokens), block_id, gamma, token_array(tokens))
+
+
+def branch(block: list[int], tokens: list[int] = PROMPT, **fields: Any) -> Branch:
+    """`block` is in flight after `tokens`."""
+    asked = Branch(
+        1, 1, len(tokens), 1, GAMMA, 40, 0.6, 100, (), token_array(tokens), token_array(block)
+    )  # fmt: skip
+    return replace(asked, **fields)
+
+
+def drafted(message: Message) -> Drafted:
+    assert isinstance(message, Block), message
+    return Drafted(message.tokens.tolist(), message.q)
+
+
+def same(one: Drafted, other: Drafted) -> bool:
+    return one.tokens == other.tokens and same_q(one.q, other.q)
+
+
+def same_q(one: EncodedQ, other: EncodedQ) -> bool:
+    return one.codec == other.codec and all(map(np.array_equal, one.arrays, other.arrays))
+
+
+def asked(draft: Worker, message: Message) -> Any:
+    (reply,) = draft.ask([message])
+    return reply
+
+
+def found_branches(draft: Worker, message: Branch) -> dict[tuple[int, int], Drafted]:
+    reply = asked(draft, message)
+    assert isinstance(reply, Branches), reply
+    assert len(reply.accepted) <= message.width
+    return outcomes(reply)
+
+
+def after(mode: str, outcome: tuple[int, int], block: list[int], gamma: int = GAMMA, **how: Any) -> Drafted:
+    """What a fresh draft proposes once the outcome is committed."""
+    accepted, token = outcome
+    return drafted(asked(Draft(mode, **how), propose([*PROMPT, *block[:accepted], token], gamma)))
+
+
+BLOCKS = {"the draft's own": None, "of other hands": [5, 0, 6, 2], "short": [3], "empty": []}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_each_branch_is_the_block_after_its_outcome(mode: str, name: str) -> None:
+    """k = 0, 0 < k < γ and k = γ, all in one run; never the refused token again, and no outcome twice."""
+    draft = Draft(mode)
+    block = BLOCKS[name]
+    if block is None:
+        block = drafted(asked(draft, propose(PROMPT, block_id=1))).tokens
+    found = found_branches(draft, branch(block))
+    assert {accepted for accepted, _ in found} == set(range(len(block) + 1))
+    assert len(found) == V if not block else len(found) >= 3 * len(block)
+    for outcome, one in found.items():
+        accepted, token = outcome
+        assert accepted == len(block) or token != block[accepted]
+        assert len(one.tokens) == GAMMA
+        assert same(one, after(mode, outcome, block)), outcome
+    assert draft.rows == draft.at_rest
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_nothing_follows_an_end_token(place: int) -> None:
+    """End token 6 at `place` of the block: the text ends there if it's accepted. And no guess is an end token."""
+    block = [5, 0, 2, 3]
+    block[place] = 6
+    free = found_branches(Draft(), branch(block))
+    assert any(token in (6, 1) for _, token in free), "else nothing shows that they are left out below"
+    found = found_branches(Draft(), branch(block, ends=(1, 6)))
+    assert {accepted for accepted, _ in found} == set(range(place + 1))
+    assert not any(token in (6, 1) for _, token in found)
+    for outcome, one in found.items():
+        assert same(one, free[outcome])
+
+
+@pytest.mark.parametrize("room", range(9))
+def test_no_branch_is_longer_than_the_room_left(room: int) -> None:
+    """After outcome (k, t) room − k − 1 tokens may come, and the last of them is the target's own."""
+    block = [5, 0, 2]
+    for (accepted, _), one in found_branches(Draft(), branch(block, room=room)).items():
+        assert 1 <= len(one.tokens) == min(GAMMA, room - accepted - 2)
+    forks = {accepted for accepted, _ in found_branches(Draft(), branch(block, room=room))}
+    assert forks == {accepted for accepted in range(4) if room - accepted - 2 > 0}
+
+
+@pytest.mark.parametrize("context", range(5, 14))
+def test_no_branch_outgrows_the_context(context: int) -> None:
+    model = f"{DRAFT},context={context}"
+    block = [5, 0, 2]
+    if len(PROMPT) + len(block) > context:
+        assert asked(Draft(model=model), branch(block)).code == "context_full"
+        return
+    draft = Draft(model=model)
+    found = found_branches(draft, branch(block))
+    for outcome, one in found.items():
+        assert 1 <= len(one.tokens) <= context - (len(PROMPT) + outcome[0] + 1) + 1
+        wanted = after("counts", outcome, block, model=model)
+        assert wanted.tokens[: len(one.tokens)] == one.tokens
+    assert draft.rows == draft.at_rest
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("steps", range(7))
+def test_a_proposal_meets_an_unfinished_run(mode: str, steps: int) -> None:
+    """After `steps` passes of the run: its outcome's branch is finished and sent; steps done are not done again."""
+    block = [5, 0, 6, 2]
+    outcomes_there = list(found_branches(Draft(mode), branch(block)))
+    for outcome in (outcomes_there[0], next(one for one in outcomes_there if one[0] == 2)):
+        draft = Draft(mode)
+        sent = draft.tell(branch(block)) if steps else []
+        for _ in range(steps - 1):
+            sent += draft.tell()
+        message = propose([*PROMPT, *block[: outcome[0]], outcome[1]])
+        before = draft.executor._passes
+        reply = asked(draft, message)
+        assert isinstance(reply, Block), reply
+        assert same(drafted(reply), after(mode, outcome, block))
+        passes = draft.executor._passes - before
+        assert passes == reply.steps == (max(0, GAMMA - (steps - 1)) if steps else GAMMA)
+        assert sum(isinstance(one, Branches) for one in sent) == (steps > GAMMA)
+        assert draft.rows == draft.at_rest and not draft.busy
+        # and the request's own row is in order: the next block is right too
+        tokens = [*PROMPT, *block[: outcome[0]], outcome[1], *reply.tokens[:2].tolist(), 7]
+        assert same(drafted(asked(draft, propose(tokens, block_id=3))), drafted(asked(Draft(mode), propose(tokens))))
+
+
+@pytest.mark.parametrize("gamma", [1, 2, GAMMA, 9])
+def test_a_proposal_of_another_gamma(gamma: int) -> None:
+    """The branch is cut to what is asked for; where more is asked for, what there is comes."""
+    block = [5, 0, 6, 2]
+    outcome = next(iter(found_branches(Draft(), branch(block))))
+    for steps in (2, GAMMA + 2):
+        draft = Draft()
+        draft.tell(branch(block))
+        for _ in range(steps - 1):
+            draft.tell()
+        reply = drafted(asked(draft, propose([*PROMPT, *block[: outcome[0]], outcome[1]], gamma)))
+        assert same(reply, after("counts", outcome, block, min(gamma, GAMMA)))
+        assert draft.rows == draft.at_rest
+
+
+@pytest.mark.parametrize("steps", range(1, 7))
+def test_a_proposal_for_another_outcome_drops_the_run(steps: int) -> None:
+    block = [5, 0, 6, 2]
+    there = found_branches(Draft(), branch(block, width=2))
+    outcome = next((0, token) for token in range(V) if (0, token) not in there and token != block[0])
+    for tokens in ([*PROMPT, outcome[1]], [*PROMPT, 7, 7], PROMPT, PROMPT[:2]):
+        draft = Draft()
+        draft.tell(branch(block, width=2))
+        for _ in range(steps - 1):
+            draft.tell()
+        assert same(drafted(asked(draft, propose(tokens))), drafted(asked(Draft(), propose(tokens))))
+        assert draft.rows == draft.at_rest and not draft.busy
+
+
+@pytest.mark.parametrize("steps", range(1, 7))
+def test_a_branch_supersedes_a_branch(steps: int) -> None:
+    """The first run's rows are freed, its answer never comes if it wasn't sent; the second is whole."""
+    block, next_block = [5, 0, 6, 2], [1, 1]
+    tokens = [*PROMPT, 5, 3]
+    draft = Draft()
+    draft.tell(branch(block))
+    for _ in range(steps - 1):
+        draft.tell()
+    second = replace(branch(next_block, tokens), block_id=2)
+    found = found_branches(draft, second)  # exactly one reply
+    fresh = found_branches(Draft(prompt=tokens), second)
+    assert found.keys() == fresh.keys() and all(same(found[one], fresh[one]) for one in found)
+    assert draft.rows == draft.at_rest and not draft.busy
+
+
+@pytest.mark.parametrize("steps", range(1, 7))
+@pytest.mark.parametrize("proposed", [False, True])
+def test_close_in_the_middle_frees_all_rows(steps: int, proposed: bool) -> None:
+    block = [5, 0, 6, 2]
+    outcome = next(iter(found_branches(Draft(), branch(block))))
+    draft = Draft()
+    draft.tell(branch(block))
+    for _ in range(steps - 1):
+        draft.tell()
+    assert draft.rows > draft.at_rest or steps > GAMMA
+    if proposed:
+        draft.tell(propose([*PROMPT, *block[: outcome[0]], outcome[1]]))
+    assert draft.tell(Close(1)) == []
+    assert draft.rows == 0 and not draft.busy
+
+
+def test_opened_again_in_the_middle() -> None:
+    """A second Open of the id: nothing of the run is left."""
+    draft = Draft()
+    draft.tell(branch([5, 0, 6, 2]))
+    draft.ask([Open(1, 2, 77, "rejection", "counts", Sampling(1.0, 0, 1.0, 0.0), V, token_array(PROMPT))])
+    assert draft.rows == draft.at_rest and not draft.busy
+    reply = asked(draft, replace(propose(PROMPT), epoch=2))
+    assert same(drafted(reply), drafted(asked(Draft(), propose(PROMPT))))
+
+
+@pytest.mark.parametrize("mode", ["counts", "dense", "coupled", "greedy"])
+def test_nan_in_the_block_in_flight(mode: str) -> None:
+    """After token 6 the draft is NaN: the forks before it have their branches, and the draft lives on."""
+    model = f"{DRAFT},nan_token=6"
+    for block in ([5, 0, 6], [6], [5, 6, 2]):
+        draft = Draft(mode, model)
+        found = found_branches(draft, branch(block))
+        place = block.index(6)
+        assert found and all(accepted != place + 1 for accepted, _ in found)
+        assert {accepted for accepted, _ in found} >= set(range(place + 1))
+        for outcome, one in found.items():
+            assert outcome[1] != 6, "nothing can be drafted after it"
+            assert same(one, after(mode, outcome, block, model=model)), outcome
+        assert draft.rows == draft.at_rest
+        tokens = [*PROMPT, 0, 1]
+        assert same(drafted(asked(draft, propose(tokens))), drafted(asked(Draft(mode, model), propose(tokens))))
+
+
+def test_two_requests_do_not_meet() -> None:
+    """A run beside another request's block: both as if alone."""
+    block = [5, 0, 6, 2]
+    draft = Draft()
+    draft.ask([Open(2, 1, 78, "rejection", "dense", Sampling(0.7, 5, 1.0, 0.0), V, token_array([3, 3]))])
+    other = Propose(2, 1, 2, 1, 6, token_array([3, 3]))
+    alone = asked(draft, other)
+    draft.tell(branch(block))
+    draft.tell(replace(other, block_id=2))
+    replies = draft.finish()
+    (branches,) = [one for one in replies if isinstance(one, Branches)]
+    (beside,) = [one for one in replies if isinstance(one, Block)]
+    assert same(drafted(alone), drafted(beside))
+    found, wanted = outcomes(branches), found_branches(Draft(), branch(block))
+    assert found.keys() == wanted.keys() and all(same(found[one], wanted[one]) for one in found)
+    assert NO_Q is not beside.q
