@@ -55,7 +55,6 @@ class Costs:
     draft: Line = field(default_factory=Line)  # a step, by its rows
     draft_trip: Mean = field(default_factory=Mean)
     target_trip: Mean = field(default_factory=Mean)
-    last_pass: tuple[float, int] = (0.0, 0)
 
     @property
     def known(self) -> bool:
@@ -168,10 +167,8 @@ class Pacer:
         self._plans_for: tuple[float, ...] = ()
 
     def verified(self, seconds: float, positions: int) -> None:
-        """A pass of the target: compute seconds, and tokens fed in it by all rows. Each row tells; it counts once."""
-        if (seconds, positions) != self.costs.last_pass:
-            self.costs.last_pass = (seconds, positions)
-            self.costs.target.add(positions, seconds)
+        """A pass of the target: compute seconds, and tokens fed in it by all rows. Each of its rows may tell."""
+        self.costs.target.add(positions, seconds)
 
     def drafted(self, seconds: float, steps: int, rows: int) -> None:
         """Steps of the draft: compute seconds of all of them, and the rows of the widest."""

@@ -48,8 +48,9 @@ def stood_in(words: list[str]) -> list[str]:
 
 
 def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {} if "--synthetic" in words else ENVIRONMENT  # synthetic devices are their own stand-ins
     return subprocess.run(
-        words, cwd=folder, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
+        words, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=120, check=False
     )
 
 
