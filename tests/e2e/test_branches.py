@@ -1,4 +1,4 @@
-"""Branches in process, step by step: each continues from its own outcome, whatever the outcome is and whoever interrupts.
+"""Branches in process, step by step: each continues from its own outcome, whatever it is and whoever interrupts.
 
 The measure is `Propose`: asked after an outcome, on a draft that never heard of branches, it must give the very tokens
 and the very q̃ that the outcome's branch has.
