@@ -32,7 +32,7 @@ from target_worker.engine import TargetEngine
 from worker.loop import WorkerLoop
 
 PEER = Peer(b"tests")
-WIDTH, ALPHA = 12, 0.6  # of the branches asked for
+WIDTH, ALPHA = 8, 0.6  # of the branches asked for
 
 
 class ListEndpoint:
@@ -136,7 +136,7 @@ class Pair:
     def propose(self, worker: Worker, requests: list[Request], gamma: int, block_id: int) -> list[Block | Failure]:
         blocks = worker.ask(
             [
-                Propose(r.request_id, 1, len(r.tokens), block_id, max(1, r.clip(gamma)), token_array(r.tokens[-9:]))
+                Propose(r.request_id, 1, len(r.tokens), block_id, max(1, r.clip(gamma)), token_array(r.tokens[-64:]))
                 for r in requests
             ]
         )

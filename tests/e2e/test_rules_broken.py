@@ -18,14 +18,14 @@ import torch
 import draft_worker.engine as draft_engine
 from draft_worker.quantize import draw_counts_rows
 from execution.toy import toy_table
-from orchestrator.request import GenerateOptions, Request
+from orchestrator.request import GenerateOptions, Request, Round
 from protocol.codecs import NO_Q, decode
 from protocol.messages import Verdict
 from speculative import Stream, batch_verify
 from speculative import race as speculative_race
-from tests.e2e.inprocess import Drafted, Pair, as_drafted, plain_draft
+from tests.e2e.inprocess import Drafted, Outcomes, Pair, as_drafted, hit_share, plain_ahead, plain_draft
 from tests.e2e.law import Verdict as Found
-from tests.e2e.law import g_test, sampled_law, transitions
+from tests.e2e.law import g_test, planted, sampled_law, transitions
 from tests.e2e.support import toy
 
 V = 8
@@ -122,6 +122,31 @@ def other_of_two(pair: Pair, requests: list[Request], gamma: int, block_id: int)
     first = plain_draft(pair, requests, gamma, block_id)
     second = [as_drafted(block) for block in pair.propose(pair.other_drafter, requests, gamma, block_id)]
     return [(one, other)[block_id % 2] for one, other in zip(first, second, strict=True)]
+
+
+def likelier_of_two_branches(
+    pair: Pair, requests: list[Request], drafted: list[Drafted], gamma: int, block_id: int
+) -> list[Outcomes]:
+    """E3: two branches for an outcome, from different noise; the likelier one is kept."""
+    first = pair.branches(pair.drafter, requests, drafted, gamma, block_id)
+    second = pair.branches(pair.other_drafter, requests, drafted, gamma, block_id)
+    return [
+        {at: max(one[at], other.get(at, one[at]), key=lambda block: np.log(likelihoods(block)).sum()) for at in one}
+        for one, other in zip(first, second, strict=True)
+    ]
+
+
+def only_likely_branches(
+    pair: Pair, requests: list[Request], drafted: list[Drafted], gamma: int, block_id: int
+) -> list[Outcomes]:
+    """E2, where a miss is drafted from other noise: a branch with an unlikely token is thrown away."""
+    found = pair.branches(pair.drafter, requests, drafted, gamma, block_id)
+    return [{at: one for at, one in each.items() if likelihoods(one).min() >= 0.2} for each in found]
+
+
+def from_other_noise(pair: Pair, requests: list[Request], gamma: int, block_id: int) -> list[Drafted]:
+    """What is not there as a branch is drafted by a draft of another seed. That alone is legal: no token is seen."""
+    return [as_drafted(block) for block in pair.propose(pair.other_drafter, requests, gamma, block_id)]
 
 
 def raw_q_sent(patch: Patch) -> None:
@@ -224,6 +249,12 @@ BROKEN = [
     Variant("E2 a NaN throws the block away", nan_drops_the_block, draft=NAN_DRAFT),
     Variant("E3 the likelier of two blocks", how={"draft": likelier_of_two, "second_draft": True}),
     Variant("E4 q from before top-k", raw_q_sent),
+    Variant("E1 with branches", shared_noise, {"ahead": plain_ahead}, draft=FAR_DRAFT),
+    Variant("E3 the likelier of two branches", how={"ahead": likelier_of_two_branches, "second_draft": True}),
+    Variant(
+        "E2 an unlikely branch is drafted anew from other noise",
+        how={"ahead": only_likely_branches, "draft": from_other_noise, "second_draft": True},
+    ),
     Variant("E4 argmax with its softmax", greedy_draft_with_softmax),
     Variant("E4 drawn before a coarse rounding", coarse_counts),
     Variant("E5 the better of two verdicts", how={"verify": better_verdict, "second_verdict": True}),
@@ -235,6 +266,13 @@ BROKEN = [
 INTACT = [
     Variant("intact"),
     Variant("intact, dense", how={"codec": "dense"}),
+    Variant("branches", how={"ahead": plain_ahead}),
+    Variant("branches, filtered", how={"ahead": plain_ahead}, sampling={"temperature": 0.8, "top_k": 6, "min_p": 0.02}),
+    Variant("branches, NaN", how={"ahead": plain_ahead}, draft=NAN_DRAFT),
+    Variant(
+        "control of E2 and E3 with branches: misses from other noise",
+        how={"ahead": plain_ahead, "draft": from_other_noise, "second_draft": True},
+    ),
     Variant("intact, filtered", sampling={"temperature": 0.8, "top_k": 6, "min_p": 0.02}),
     Variant("control of E1: drawn by a race of its own", drawn_by_race, draft=FAR_DRAFT),
     Variant("control of E2: stopping after a token that is kept", how={"draft": tail_kept}),
@@ -291,3 +329,49 @@ def test_the_accept_test_is_strict(pairs: dict[str, Pair], monkeypatch: Patch, b
     done = pairs[DRAFT].generate(50, options, vocab=V, seed=77)
     counts = transitions([(r.prompt[-1], list(r.generated)) for r, _ in done], V)
     assert bool(counts[law == 0].sum() > 0) == broken
+
+
+# ---------------------------------------------------------------- branches
+
+
+MODES = {
+    "counts": {"codec": "counts"},
+    "dense": {"codec": "dense"},
+    "coupled": {"mode": "coupled", "codec": "none"},
+    "greedy": {"codec": "counts", "temperature": 0.0},
+}
+
+
+def sampled(
+    pair: Pair, seed: int, tokens: int = 40, ahead: Any = None, **how: Any
+) -> list[tuple[Request, list[Round]]]:
+    options = GenerateOptions(max_tokens=tokens, temperature=how.pop("temperature", 1.0))
+    return pair.generate(100, options, vocab=V, seed=seed, ahead=ahead, **how)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_branches_change_no_token_and_no_block(pairs: dict[str, Pair], mode: str) -> None:
+    """At a fixed γ a hit is the very block that a miss would have drafted, so a seed gives the same rounds."""
+    without = sampled(pairs[DRAFT], 9_000_000, **MODES[mode])
+    branched = sampled(pairs[DRAFT], 9_000_000, ahead=plain_ahead, **MODES[mode])
+    for (one, rounds), (other, same_rounds) in zip(without, branched, strict=True):
+        assert one.tokens == other.tokens
+        assert [(r.base_length, r.proposal.tokens) for r in rounds] == [
+            (r.base_length, r.proposal.tokens) for r in same_rounds
+        ]
+    assert hit_share(branched) > 0.4, hit_share(branched)
+
+
+def test_tokens_after_a_hit_and_after_a_miss_follow_the_law(pairs: dict[str, Pair]) -> None:
+    """Each by itself: whether a branch was there is known before the round's tokens are drawn."""
+    done = sampled(pairs[DRAFT], 10_000_000, tokens=240, ahead=plain_ahead)
+    law = sampled_law(toy_table(TARGET).numpy())
+    counts = {"branch": np.zeros_like(law), "drafted": np.zeros_like(law)}
+    for request, rounds in done:
+        for one in rounds:
+            before = [request.tokens[one.base_length - 1], *one.emitted[:-1]]
+            np.add.at(counts[one.proposal.origin], (before, list(one.emitted)), 1)
+    for origin, seen in counts.items():
+        verdict = g_test(seen, law)
+        assert seen.sum() > 3_000 and not verdict.rejected, (origin, verdict)
+        assert g_test(seen, planted(law, 0.03)).rejected, f"{origin}: a planted bias of 3 % was not found"
