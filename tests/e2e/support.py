@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from execution.toy_spec import ToySpec
 from orchestrator import Generation, Runtime
 from orchestrator.request import Request, Round
 from speculative import SamplingOptions, Stream, gumbel, log_distribution
+from tests.protocol.support import free_port
 
 T = TypeVar("T")
 MARK = "E2E_RUN"
@@ -213,18 +213,6 @@ async def until(true: Callable[[], Any], seconds: float, what: str) -> None:
         if time.monotonic() > deadline:
             raise AssertionError(f"{what}: not within {seconds:g} s")
         await asyncio.sleep(0.02)
-
-
-def free_port() -> int:
-    """A port that is free, and the next one too (the control socket takes it)."""
-    for _ in range(100):
-        with contextlib.closing(socket.socket()) as first, contextlib.closing(socket.socket()) as second:
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-            with contextlib.suppress(OSError, OverflowError):
-                second.bind(("127.0.0.1", port + 1))
-                return port
-    raise AssertionError("no two free ports side by side")
 
 
 ORCHESTRATOR = (sys.executable, "-m", "orchestrator")

@@ -11,6 +11,8 @@ import pytest
 
 from tests.e2e.support import cli, one_error, toy
 
+pytestmark = pytest.mark.alone
+
 TINY = "target=6ms draft=1ms alpha=0.8 rtt=20ms vocab=64 bandwidth=100Mbps entropy=2 token=0"
 TABLE = {"vocab": 20, "order": 1, "seed": 2, "scale": 1.3}
 PAIR = (
