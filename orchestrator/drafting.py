@@ -82,7 +82,8 @@ class Drafter:
         asked = self._asked = asyncio.create_task(self._propose(peer, block_id, base_length, gamma))
         timeout = self._drafts.timeout if plan.deadline is None else min(plan.deadline, self._drafts.timeout)
         try:
-            reply = await asyncio.wait_for(asyncio.shield(asked), timeout)
+            async with asyncio.timeout(timeout):  # wait_for loses a cancellation that comes together with the block
+                reply = await asyncio.shield(asked)
         except TimeoutError:
             self._tell_late()
             return Drafted(gamma)
