@@ -1,7 +1,7 @@
 """Drafting ahead: while a block is verified, the blocks that would follow its likely outcomes.
 
 A branch grows on a fork of the request's row, from the same noise by position as a block that is asked for after that
-outcome: both give the same tokens, so a branch may take such a block's place at any time.
+outcome: both give the same tokens, so a branch may take such a block's place at any time, and its row the request's.
 """
 
 from __future__ import annotations
@@ -11,47 +11,66 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor
 
 from draft_worker.drafting import Drafting, mode_of
+from draft_worker.outcomes import shares
 from draft_worker.quantize import pack_rows
 from protocol.codecs import NO_Q
+from protocol.limits import MAX_ARRAY_BYTES
 from protocol.messages import Branch, Branches, Propose
 from worker.table import Entry
 
 
 @dataclass
 class Run:
-    """The branches of one block in flight. The first pass reads the block itself and finds the forks."""
+    """The branches of one block in flight.
+
+    Fork k follows k accepted tokens. It takes the draft's scores at that place: those of the pass that drew the block,
+    where it is the draft's own, or else of a first pass that reads the block. Forks below `forked` have their branches.
+    """
 
     entry: Entry
     message: Branch
+    context_length: int
+    known: Sequence[Tensor] = ()  # scores of the first places, from when the block was drawn
     started: float = field(default_factory=time.perf_counter)
-    forked: bool = False
+    forked: int = 0
     answered: bool = False
     outcomes: list[tuple[int, int]] = field(default_factory=list)  # (accepted, token) of each branch
     branches: list[Drafting] = field(default_factory=list)
     steps: int = 0
     rows: int = 0
+    block: list[int] = field(init=False)
+    counts: list[int] = field(init=False)  # branches of each fork
+
+    def __post_init__(self) -> None:
+        self.block = self.message.tokens.tolist()
+        ends = set(self.message.ends)  # nothing follows an accepted end token
+        forks = next((i + 1 for i, token in enumerate(self.block) if token in ends), len(self.block) + 1)
+        counts = shares(self._width(), len(self.block), self.message.alpha)
+        self.counts = [count if k < forks and self.length(k) else 0 for k, count in enumerate(counts)]
+
+    def _width(self) -> int:
+        """Branches asked for, as many as one message can carry with their q̃."""
+        row_bytes = 4 * self.entry.opened.vocab_size if mode_of(self.entry) == "dense" else 1
+        return min(self.message.width, MAX_ARRAY_BYTES // row_bytes // max(1, self.message.gamma))
 
     @property
-    def block(self) -> list[int]:
-        return [int(token) for token in self.message.tokens]
+    def reads(self) -> int:
+        """Scores that are still to be read, of the last places."""
+        return len(self.block) + 1 - self.forked if any(self.counts[self.forked :]) else 0
 
     @property
     def done(self) -> bool:
-        return self.forked and not any(branch.wants_more for branch in self.branches)
+        return not self.reads and not any(branch.wants_more for branch in self.branches)
 
-    def length(self, kept: int, context_length: int) -> int:
+    def length(self, kept: int) -> int:
         """Tokens worth drafting after `kept` tokens and the target's own one: the token limit, the context, γ."""
         room = self.message.room - (kept + 1) - 1  # the round after ends with the target's own token
-        return max(0, min(self.message.gamma, room, context_length - (self.message.base_length + kept + 1)))
+        return max(0, min(self.message.gamma, room, self.context_length - (self.message.base_length + kept + 1)))
 
-    def forks(self) -> int:
-        """Outcomes 0..forks - 1 are possible with the text going on: nothing follows an accepted end token."""
-        ends = set(self.message.ends)
-        return next((i + 1 for i, token in enumerate(self.block) if token in ends), len(self.block) + 1)
-
-    def follows(self, message: Propose) -> Drafting | None:
+    def follows(self, message: Propose | Branch) -> Drafting | None:
         """The branch of the outcome that `message` continues from, if there is one; `entry` follows it already."""
         base = self.message.base_length
         came = self.entry.tokens[base : message.base_length]
@@ -59,6 +78,11 @@ class Run:
             if message.base_length == base + kept + 1 and came == [*self.block[:kept], token]:
                 return branch
         return None
+
+    def likeliest(self) -> list[Drafting]:
+        """The branch of the first guess at each fork."""
+        first = {kept: branch for (kept, _), branch in reversed(list(zip(self.outcomes, self.branches, strict=True)))}
+        return list(first.values())
 
     def reply(self, drafted: Sequence[tuple[tuple[int, int], Drafting]]) -> Branches:
         """The branches `drafted`, each with its outcome (none where the run was cut short), and what it took.

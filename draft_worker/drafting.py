@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from draft_worker.quantize import Row
 from worker.table import Entry
 
@@ -26,6 +28,7 @@ class Drafting:
     feed: list[int]  # what the next step feeds
     tokens: list[int] = field(default_factory=list)
     q: list[Row] = field(default_factory=list)  # q̃ so far; empty where nothing but tokens travels
+    scores: list[Tensor] = field(default_factory=list)  # [V] each: what is known of the token at base, base + 1, ...
     broken: bool = False  # its logits were NaN
 
     @property
@@ -38,14 +41,12 @@ class Drafting:
         return len(self.tokens) < self.gamma and not self.broken
 
     @property
-    def on_main_row(self) -> bool:
-        """False for a branch, which grows on a fork of the request's row."""
-        return self.row == self.entry.row
+    def held(self) -> int:
+        """Tokens that the row holds: each row of scores came of the token before it."""
+        return self.base - 1 + len(self.scores)
 
     def take(self, token: int, q: Row) -> None:
         """Append a token and the q̃ that it was drawn from (() where none travels)."""
-        if self.tokens and self.on_main_row:
-            self.entry.cached.append(self.tokens[-1])  # the step that drew this one fed it
         self.tokens.append(token)
         self.feed = [token]
         if q:

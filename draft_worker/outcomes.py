@@ -36,32 +36,38 @@ def shares(width: int, gamma: int, alpha: float) -> list[int]:
 
 
 def guesses(
-    log_q: Tensor, mode: str, seed: int, base: int, block: Sequence[int], counts: Sequence[int], ends: Sequence[int]
+    scores: Sequence[Tensor],
+    first: int,
+    mode: str,
+    seed: int,
+    base: int,
+    block: Sequence[int],
+    counts: Sequence[int],
+    ends: Sequence[int],
 ) -> list[list[int]]:
-    """Guesses of t for each fork, best first: log_q float32 [γ + 1, V], counts[k] of them at fork k.
+    """Guesses of t, best first, for the forks `first`, `first` + 1, …: a row of scores [V] and a count of guesses each.
 
-    `block` [γ] starts at position `base`; a fork below γ never guesses the token that was refused there, since the
-    target then draws another one. `ends` are ids that end the text: nothing follows them.
+    Scores are log q (greedy: logits); a row with NaN gets no guess. `block` [γ] starts at position `base`; a fork below
+    γ never guesses the token that was refused there, since the target then draws another one. `ends` are ids that end
+    the text: nothing follows them.
     """
-    forks = [k for k, count in enumerate(counts) if count and not bool(log_q[k].isnan().any())]
-    if not forks:
-        return [[] for _ in counts]
-    rows = log_q[torch.tensor(forks, device=log_q.device)]
-    top = torch.topk(rows, min(CANDIDATES, rows.shape[1]))
-    scores, ids = top.values.cpu(), top.indices.cpu()  # [F, C]
-    if mode != "greedy":
-        scores = scores + _noise(mode, seed, base, forks, len(block), log_q.shape[1], ids)
-    ids = ids.gather(1, scores.argsort(dim=1, descending=True, stable=True))
-    scores = scores.sort(dim=1, descending=True, stable=True).values
     found: list[list[int]] = [[] for _ in counts]
-    for row, k in enumerate(forks):
-        barred = {*ends, block[k]} if k < len(block) else set(ends)
-        possible = [
-            token
-            for token, score in zip(ids[row].tolist(), scores[row].tolist(), strict=True)
-            if score > -math.inf and token not in barred
-        ]
-        found[k] = possible[: counts[k]]
+    places = [place for place, count in enumerate(counts) if count]
+    if not places:
+        return found
+    rows = torch.stack([scores[place] for place in places])
+    top = torch.topk(rows, min(CANDIDATES, rows.shape[1]))
+    best, ids = top.values.cpu(), top.indices.cpu()  # [F, C]
+    if mode != "greedy":
+        best = best + _noise(mode, seed, base, [first + place for place in places], len(block), rows.shape[1], ids)
+    most = min(best.shape[1], max(counts) + len(ends) + 1)
+    best, order = best.topk(most)  # NaN comes first
+    for place, row, chosen in zip(places, best.tolist(), ids.gather(1, order).tolist(), strict=True):
+        if not math.isnan(row[0]):
+            fork = first + place
+            barred = {*ends, block[fork]} if fork < len(block) else set(ends)
+            possible = [t for t, score in zip(chosen, row, strict=True) if score > -math.inf and t not in barred]
+            found[place] = possible[: counts[place]]
     return found
 
 

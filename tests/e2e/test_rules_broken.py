@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import draft_worker.engine as draft_engine
+from draft_worker import drawing
 from draft_worker.quantize import draw_counts_rows
 from execution.toy import toy_table
 from orchestrator.request import GenerateOptions, Request, Round
@@ -66,7 +67,7 @@ def shared_noise(patch: Patch) -> None:
         return speculative_race(log_q, seeds, Stream.DRAFT, positions).tolist(), rows
 
     asked: list[Any] = []
-    intact = draft_engine.ModelDraftEngine._draw
+    intact = drawing.Drawer.draw
 
     def remember(self: Any, growing: Any, log_q: Any) -> None:
         asked.append(([one.entry.opened.seed for one in growing], [one.position for one in growing]))
@@ -76,8 +77,8 @@ def shared_noise(patch: Patch) -> None:
         shared = [Stream.DRAFT if stream == Stream.RESIDUAL else stream for stream in streams]
         return speculative_race(log_p, seeds, shared, positions, ids)
 
-    patch.setattr(draft_engine.ModelDraftEngine, "_draw", remember)
-    patch.setattr(draft_engine, "draw_counts_rows", draw)
+    patch.setattr(drawing.Drawer, "draw", remember)
+    patch.setattr(drawing, "draw_counts_rows", draw)
     patch.setattr(batch_verify, "race", race)
 
 
@@ -157,14 +158,12 @@ def raw_q_sent(patch: Patch) -> None:
         filtered = log_q.masked_fill(log_q < least, -torch.inf).log_softmax(-1)
         return draw_counts_rows(filtered, draws)[0], draw_counts_rows(log_q, draws)[1]
 
-    patch.setattr(draft_engine, "draw_counts_rows", draw)
+    patch.setattr(drawing, "draw_counts_rows", draw)
 
 
 def greedy_draft_with_softmax(patch: Patch) -> None:
     """E4 (B1): the draft's argmax, sent with its softmax as q."""
-    patch.setattr(
-        draft_engine, "draw_counts_rows", lambda q, draws: (q.argmax(-1).tolist(), draw_counts_rows(q, draws)[1])
-    )
+    patch.setattr(drawing, "draw_counts_rows", lambda q, draws: (q.argmax(-1).tolist(), draw_counts_rows(q, draws)[1]))
 
 
 def coarse_counts(patch: Patch) -> None:
@@ -175,7 +174,7 @@ def coarse_counts(patch: Patch) -> None:
         rounded = (sixteenths / sixteenths.sum(-1, keepdim=True)).log()
         return draw_counts_rows(log_q, draws)[0], draw_counts_rows(rounded, draws)[1]
 
-    patch.setattr(draft_engine, "draw_counts_rows", draw)
+    patch.setattr(drawing, "draw_counts_rows", draw)
 
 
 def q_lost(pair: Pair, requests: list[Request], gamma: int, block_id: int) -> list[Drafted]:
@@ -319,9 +318,9 @@ def test_the_accept_test_is_strict(pairs: dict[str, Pair], monkeypatch: Patch, b
     The draft proposes from all of V, the target keeps two tokens of it.
     """
     zero_uniform(monkeypatch)
-    wide = draft_engine.log_distribution
-    monkeypatch.setattr(draft_engine, "log_distribution", lambda rows, options: rows.log_softmax(-1))
-    assert wide is not draft_engine.log_distribution
+    wide = drawing.log_distribution
+    monkeypatch.setattr(drawing, "log_distribution", lambda rows, options: rows.log_softmax(-1))
+    assert wide is not drawing.log_distribution
     if broken:
         monkeypatch.setattr(batch_verify, "_accepted_lengths", not_strict)
     options = GenerateOptions(max_tokens=20, top_k=2)
