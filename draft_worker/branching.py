@@ -48,7 +48,7 @@ class Run:
         self.block = self.message.tokens.tolist()
         ends = set(self.message.ends)  # nothing follows an accepted end token
         forks = next((i + 1 for i, token in enumerate(self.block) if token in ends), len(self.block) + 1)
-        counts = shares(self._width(), len(self.block), self.message.alpha)
+        counts = shares(self._width(), len(self.block), self.message.alpha, mode_of(self.entry))
         self.counts = [count if k < forks and self.length(k) else 0 for k, count in enumerate(counts)]
 
     def _width(self) -> int:

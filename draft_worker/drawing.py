@@ -35,7 +35,7 @@ class Drawer:
         draw_counts_rows(log_q, self._draws.integers([0, 0], [0, 1]))
         self._noise.race(log_q, [0, 0], [0, 1])
         for mode in ("coupled", "counts"):
-            guesses(log_q.unbind(), 0, mode, 0, 0, [0], shares(2, 1, 0.5), ())
+            guesses(log_q.unbind(), 0, mode, 0, 0, [0], shares(2, 0, 0.5, mode), ())
 
     def draw(self, growing: Sequence[Drafting], scores: Tensor) -> None:
         """Append each row's next token; scores [N, V] of their last logits, see `scores_of`."""

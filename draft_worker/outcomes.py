@@ -16,22 +16,32 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from speculative import Stream, gumbel
+from draft_worker.quantize import COUNTS_WIDTH
+from speculative import Stream
+from speculative.noise import WordSource
 
-CANDIDATES = 256  # likeliest tokens among which a fork's guesses are looked for
-RIGHT = 0.55  # chance that the best guess left is the right one; only the shares depend on it
+# Of a vocabulary larger than this, so many of the likeliest tokens are looked at for a fork's guesses.
+CANDIDATES, ALL_UP_TO = 1024, 4096
+# Chance that the best guess left is the right one, if those before it weren't; only the shares depend on it. Measured
+# on Zipf-like pairs (α .8, entropy 1.3 to 4.7): a correction is harder to guess than a draw from p itself.
+RIGHT_CORRECTION, RIGHT_DRAW = 0.33, 0.7
+# A correction is drawn from p − q̃, which has all of p where q̃ is 0, and about a third of it where it isn't: that much
+# less log q counts for there (nats). With codec counts q̃ is 0 for all but the likeliest tokens.
+CLAIMED = 1.0
 
 
-def shares(width: int, gamma: int, alpha: float) -> list[int]:
+def shares(width: int, gamma: int, alpha: float, mode: str) -> list[int]:
     """Guesses for each fork k = 0..γ, `width` in all: each goes to the fork where it is likeliest to be right."""
     chances = [alpha**k * (1 - alpha) for k in range(gamma)] + [alpha**gamma]
+    corrected = RIGHT_CORRECTION if mode in ("counts", "dense") else RIGHT_DRAW  # else it's a draw from p as well
+    right = [corrected] * gamma + [RIGHT_DRAW]
     given = [0] * (gamma + 1)
-    queue = [(-chance, k) for k, chance in enumerate(chances)]
+    queue = [(-chance * right[k], k) for k, chance in enumerate(chances)]
     heapq.heapify(queue)
     for _ in range(width):
-        chance, k = queue[0]
+        gain, k = queue[0]
         given[k] += 1
-        heapq.heapreplace(queue, (chance * (1 - RIGHT), k))
+        heapq.heapreplace(queue, (gain * (1 - right[k]), k))
     return given
 
 
@@ -56,13 +66,16 @@ def guesses(
     if not places:
         return found
     rows = torch.stack([scores[place] for place in places])
-    top = torch.topk(rows, min(CANDIDATES, rows.shape[1]))
-    best, ids = top.values.cpu(), top.indices.cpu()  # [F, C]
+    forks = [first + place for place in places]
+    ids = None if rows.shape[1] <= ALL_UP_TO else torch.topk(rows, CANDIDATES).indices  # [F, C]
+    best = _expected(rows, mode, forks, len(block))
+    if ids is not None:
+        best = best.gather(1, ids)
     if mode != "greedy":
-        best = best + _noise(mode, seed, base, [first + place for place in places], len(block), rows.shape[1], ids)
-    most = min(best.shape[1], max(counts) + len(ends) + 1)
-    best, order = best.topk(most)  # NaN comes first
-    for place, row, chosen in zip(places, best.tolist(), ids.gather(1, order).tolist(), strict=True):
+        best = best.cpu() + _noise(mode, seed, base, forks, len(block), rows.shape[1], ids)
+    order = best.topk(min(best.shape[1], max(counts) + len(ends) + 1))  # NaN comes first
+    tokens = order.indices if ids is None else ids.to(best.device).gather(1, order.indices)
+    for place, row, chosen in zip(places, order.values.tolist(), tokens.tolist(), strict=True):
         if not math.isnan(row[0]):
             fork = first + place
             barred = {*ends, block[fork]} if fork < len(block) else set(ends)
@@ -71,10 +84,26 @@ def guesses(
     return found
 
 
-def _noise(mode: str, seed: int, base: int, forks: Sequence[int], gamma: int, vocab: int, ids: Tensor) -> Tensor:
-    """The target's own noise of the candidates `ids` [F, C] at each fork."""
+def _expected(rows: Tensor, mode: str, forks: Sequence[int], gamma: int) -> Tensor:
+    """log of what the target draws from at each fork, up to a constant, as far as log q [F, V] tells."""
+    corrections = sum(fork < gamma for fork in forks)  # they come first
+    if mode != "counts" or not corrections or rows.shape[1] <= COUNTS_WIDTH:
+        return rows
+    rows = rows.clone()
+    least = torch.topk(rows[:corrections], COUNTS_WIDTH).values[:, -1:]
+    rows[:corrections] -= CLAIMED * (rows[:corrections] >= least)
+    return rows
+
+
+def _noise(mode: str, seed: int, base: int, forks: Sequence[int], gamma: int, vocab: int, ids: Tensor | None) -> Tensor:
+    """The target's own noise of the candidates `ids` [F, C] (None: of all tokens) at each fork, on the CPU.
+
+    As its race reads it, but for rounding: a guess needs no more.
+    """
     if mode == "coupled":
         streams = [Stream.RACE for _ in forks]
     else:
         streams = [Stream.RESIDUAL if k < gamma else Stream.BONUS for k in forks]
-    return gumbel([seed] * len(forks), streams, [base + k for k in forks], vocab, ids=ids)
+    source = WordSource([seed] * len(forks), streams, [base + k for k in forks], "cpu")
+    words = source.words(vocab) if ids is None else source.words_of(ids.cpu())
+    return words.to(torch.float32).add_(0.5).mul_(-(2.0**-32)).log1p_().neg_().log_().neg_()
