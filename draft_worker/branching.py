@@ -14,7 +14,8 @@ import numpy as np
 from torch import Tensor
 
 from draft_worker.drafting import Drafting, mode_of
-from draft_worker.outcomes import shares
+from draft_worker.noise_cache import Place
+from draft_worker.outcomes import ALL_UP_TO, noise_place, shares
 from draft_worker.quantize import pack_rows
 from protocol.codecs import NO_Q
 from protocol.limits import MAX_ARRAY_BYTES
@@ -83,6 +84,19 @@ class Run:
         """The branch of the first guess at each fork."""
         first = {kept: branch for (kept, _), branch in reversed(list(zip(self.outcomes, self.branches, strict=True)))}
         return list(first.values())
+
+    def foreseen(self) -> tuple[list[Place], int]:
+        """Noise that guesses at the outcomes of this run's branches will read, and the vocabulary's size.
+
+        Of a vocabulary too large to be guessed in whole, or where no noise decides, there is none.
+        """
+        mode, vocab, opened = mode_of(self.entry), self.entry.opened.vocab_size, self.entry.opened
+        if mode == "greedy" or vocab > ALL_UP_TO:
+            return [], vocab
+        first, gamma = self.message.base_length + 1, self.message.gamma
+        inside = [noise_place(mode, opened.seed, first + i, last=False) for i in range(len(self.block) + gamma)]
+        after = [noise_place(mode, opened.seed, first + gamma + i, last=True) for i in range(len(self.block) + 1)]
+        return inside + after, vocab
 
     def reply(self, drafted: Sequence[tuple[tuple[int, int], Drafting]]) -> Branches:
         """The branches `drafted`, each with its outcome (none where the run was cut short), and what it took.

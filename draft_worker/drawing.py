@@ -26,16 +26,16 @@ class Drawer:
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self._noise = PublicNoise(device)
+        self.noise = PublicNoise(device)
         self._draws = DraftDraws()
 
     def warm_up(self, vocab_size: int) -> None:
         """Run everything once, on made-up rows: a library's first calls take many times what later ones do."""
         log_q = log_distribution(torch.zeros(2, vocab_size, device=self._device), [PLAIN] * 2)
         draw_counts_rows(log_q, self._draws.integers([0, 0], [0, 1]))
-        self._noise.race(log_q, [0, 0], [0, 1])
+        self.noise.race(log_q, [0, 0], [0, 1])
         for mode in ("coupled", "counts"):
-            guesses(log_q.unbind(), 0, mode, 0, 0, [0], shares(2, 0, 0.5, mode), ())
+            guesses(self.noise, log_q.unbind(), 0, mode, 0, 0, [0], shares(2, 0, 0.5, mode), ())
 
     def draw(self, growing: Sequence[Drafting], scores: Tensor) -> None:
         """Append each row's next token; scores [N, V] of their last logits, see `scores_of`."""
@@ -55,7 +55,7 @@ class Drawer:
             if mode == "greedy":
                 tokens = draw_greedy(q).tolist()
             elif mode == "coupled":
-                tokens = self._noise.race(q, seeds, positions)
+                tokens = self.noise.race(q, seeds, positions)
             elif mode == "counts":
                 tokens, rows = draw_counts_rows(q, self._draws.integers(seeds, positions))
             else:

@@ -55,6 +55,7 @@ class ModelDraftEngine:
         self._latest: dict[Key, Drafting] = {}  # the block that the request's own row has drawn last
         self._branching: set[Key] = set()  # requests that have asked for branches
         self._unread: list[Drafting] = []  # complete, and their last tokens not fed: done when nobody waits
+        self._foreseen: list[Run] = []  # finished: the noise that guesses at its outcomes' blocks will read isn't there
         self._cut_short: list[tuple[Entry, Message]] = []  # what unfinished runs have cost
         self._prefill = PrefillQueue()
         self.in_hand: list[Entry] = []
@@ -64,7 +65,9 @@ class ModelDraftEngine:
 
     @property
     def busy(self) -> bool:
-        return bool(self._asked or len(self._prefill) or self._cut_short or self._unread or self._unfinished())
+        return bool(
+            self._asked or len(self._prefill) or self._cut_short or self._unread or self._foreseen or self._unfinished()
+        )
 
     def open(self, opened: Open) -> int:
         check_open(opened, opened.vocab_size, self._executor.context_length)
@@ -118,8 +121,10 @@ class ModelDraftEngine:
         runs = self._unfinished()
         pieces = self._prefill.take(BESIDE_WORK if asked or runs else ALONE)
         ending: list[Drafting] = []
-        if not (self._asked or runs or pieces):
+        if not (self._asked or runs or pieces):  # nobody waits: what is likely to be needed next
             ending, self._unread = self._unread, []
+            if not ending and self._foreseen:
+                self._drawer.noise.fill(*self._foreseen.pop().foreseen())
         self.in_hand = [one.entry for one in asked] + [run.entry for run in runs]
         self.in_hand += [piece.entry for piece in pieces] + [one.entry for one in ending]
 
@@ -174,7 +179,7 @@ class ModelDraftEngine:
         run.forked += len(scores)
         counts = run.counts[first : run.forked]
         mode, seed, base = mode_of(entry), entry.opened.seed, message.base_length
-        found = guesses(scores, first, mode, seed, base, run.block, counts, message.ends)
+        found = guesses(self._drawer.noise, scores, first, mode, seed, base, run.block, counts, message.ends)
         for kept, tokens in enumerate(found, start=first):
             for token in tokens:
                 row = self._executor.fork(entry.row, base + kept)
@@ -200,6 +205,7 @@ class ModelDraftEngine:
                 run.answered = True
                 replies.append((run.entry, run.reply(list(zip(run.outcomes, run.branches, strict=True)))))
                 self._unread += [branch for branch in run.likeliest() if branch.tokens and not branch.broken]
+                self._foreseen.append(run)
         return replies
 
     def _block(self, asked: Asked) -> Message:
@@ -250,6 +256,7 @@ class ModelDraftEngine:
         latest = self._latest.pop(entry.key, None)
         run = self._runs.pop(entry.key, None)
         self._unread = [one for one in self._unread if one.entry is not entry]
+        self._foreseen = [one for one in self._foreseen if one.entry is not entry]
         for other in run.branches if run is not None else ():
             if other is not branch:
                 self._executor.close(other.row)

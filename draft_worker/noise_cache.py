@@ -12,6 +12,7 @@ from torch import Tensor
 
 from speculative import Stream, gumbel, integers16
 
+Place = tuple[int, Stream, int]  # seed, stream, position
 KEPT_BYTES = 1 << 26
 AHEAD = 64  # positions drawn in one call: it costs little more than one position does
 KEPT_RANGES = 4096
@@ -38,31 +39,35 @@ class DraftDraws:
 
 
 class PublicNoise:
-    """Rows of gumbel(seed, RACE, position), the latest ones kept."""
+    """Rows of gumbel(seed, stream, position) of the target's streams, the latest ones kept."""
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
-        self._rows: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
+        self._rows: OrderedDict[Place, Tensor] = OrderedDict()
 
     def race(self, log_q: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
         """The draft's guess at the target's public race: argmax(log q + gumbel(RACE)), log_q [N, V] -> N tokens.
 
         The same tokens as `speculative.draw_coupled`, to the bit.
         """
-        return self._noise(seeds, positions, log_q.shape[1]).add_(log_q).argmax(dim=-1).tolist()
+        places = [(seed, Stream.RACE, place) for seed, place in zip(seeds, positions, strict=True)]
+        return self.rows(places, log_q.shape[1]).add_(log_q).argmax(dim=-1).tolist()
 
-    def _noise(self, seeds: Sequence[int], positions: Sequence[int], vocab: int) -> Tensor:
-        """float32 [N, vocab], a copy."""
-        keys = list(zip(seeds, positions, strict=True))
-        missing = [key for key in dict.fromkeys(keys) if key not in self._rows or len(self._rows[key]) < vocab]
-        if missing:
-            drawn = gumbel(
-                [seed for seed, _ in missing], Stream.RACE, [place for _, place in missing], vocab, device=self._device
-            )
-            self._rows.update(zip(missing, drawn.unbind(), strict=True))
-        rows = torch.stack([self._rows[key][:vocab] for key in keys])
-        for key in dict.fromkeys(keys):
-            self._rows.move_to_end(key)
+    def rows(self, places: Sequence[Place], vocab: int) -> Tensor:
+        """float32 [N, vocab] of the (seed, stream, position)s, a copy."""
+        self.fill(places, vocab)
+        rows = torch.stack([self._rows[place][:vocab] for place in places])
         while len(self._rows) * vocab * 4 > KEPT_BYTES:
             self._rows.popitem(last=False)
         return rows
+
+    def fill(self, places: Sequence[Place], vocab: int) -> None:
+        """Compute the rows that aren't there."""
+        known = dict.fromkeys(places)
+        missing = [place for place in known if place not in self._rows or len(self._rows[place]) < vocab]
+        if missing:
+            seeds, streams, positions = zip(*missing, strict=True)
+            drawn = gumbel(seeds, streams, positions, vocab, device=self._device)
+            self._rows.update(zip(missing, drawn.unbind(), strict=True))
+        for place in known:
+            self._rows.move_to_end(place)

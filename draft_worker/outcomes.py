@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draft_worker.quantize import COUNTS_WIDTH
-from speculative import Stream
-from speculative.noise import WordSource
+from draft_worker.noise_cache import Place, PublicNoise
+from draft_worker.quantize import COUNTS_WIDTH, largest
+from speculative import Stream, gumbel
 
 # Of a vocabulary larger than this, so many of the likeliest tokens are looked at for a fork's guesses.
 CANDIDATES, ALL_UP_TO = 1024, 4096
@@ -46,6 +46,7 @@ def shares(width: int, gamma: int, alpha: float, mode: str) -> list[int]:
 
 
 def guesses(
+    noise: PublicNoise,
     scores: Sequence[Tensor],
     first: int,
     mode: str,
@@ -67,14 +68,15 @@ def guesses(
         return found
     rows = torch.stack([scores[place] for place in places])
     forks = [first + place for place in places]
-    ids = None if rows.shape[1] <= ALL_UP_TO else torch.topk(rows, CANDIDATES).indices  # [F, C]
-    best = _expected(rows, mode, forks, len(block))
-    if ids is not None:
+    best, ids = _expected(rows, mode, forks, len(block)), None
+    if rows.shape[1] > ALL_UP_TO:
+        ids = torch.topk(rows, CANDIDATES).indices  # [F, C]
         best = best.gather(1, ids)
     if mode != "greedy":
-        best = best.cpu() + _noise(mode, seed, base, forks, len(block), rows.shape[1], ids)
+        named = [noise_place(mode, seed, base + fork, last=fork == len(block)) for fork in forks]
+        best = best + (noise.rows(named, rows.shape[1]) if ids is None else _noise_of(named, ids, rows.shape[1]))
     order = best.topk(min(best.shape[1], max(counts) + len(ends) + 1))  # NaN comes first
-    tokens = order.indices if ids is None else ids.to(best.device).gather(1, order.indices)
+    tokens = order.indices if ids is None else ids.gather(1, order.indices)
     for place, row, chosen in zip(places, order.values.tolist(), tokens.tolist(), strict=True):
         if not math.isnan(row[0]):
             fork = first + place
@@ -90,20 +92,19 @@ def _expected(rows: Tensor, mode: str, forks: Sequence[int], gamma: int) -> Tens
     if mode != "counts" or not corrections or rows.shape[1] <= COUNTS_WIDTH:
         return rows
     rows = rows.clone()
-    least = torch.topk(rows[:corrections], COUNTS_WIDTH).values[:, -1:]
+    least = largest(rows[:corrections].nan_to_num(-torch.inf), COUNTS_WIDTH)[0][:, -1:]
     rows[:corrections] -= CLAIMED * (rows[:corrections] >= least)
     return rows
 
 
-def _noise(mode: str, seed: int, base: int, forks: Sequence[int], gamma: int, vocab: int, ids: Tensor | None) -> Tensor:
-    """The target's own noise of the candidates `ids` [F, C] (None: of all tokens) at each fork, on the CPU.
-
-    As its race reads it, but for rounding: a guess needs no more.
-    """
+def noise_place(mode: str, seed: int, position: int, *, last: bool) -> Place:
+    """The noise that the target's own draw at `position` reads, after a refusal or after the `last` of the block."""
     if mode == "coupled":
-        streams = [Stream.RACE for _ in forks]
-    else:
-        streams = [Stream.RESIDUAL if k < gamma else Stream.BONUS for k in forks]
-    source = WordSource([seed] * len(forks), streams, [base + k for k in forks], "cpu")
-    words = source.words(vocab) if ids is None else source.words_of(ids.cpu())
-    return words.to(torch.float32).add_(0.5).mul_(-(2.0**-32)).log1p_().neg_().log_().neg_()
+        return seed, Stream.RACE, position
+    return seed, Stream.BONUS if last else Stream.RESIDUAL, position
+
+
+def _noise_of(places: Sequence[Place], ids: Tensor, vocab: int) -> Tensor:
+    """Noise of the candidates `ids` [F, C] at each place."""
+    seeds, streams, positions = zip(*places, strict=True)
+    return gumbel(seeds, streams, positions, vocab, ids=ids, device=ids.device)
