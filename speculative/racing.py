@@ -17,6 +17,8 @@ _PRUNE_FROM = 4096
 # Rows with at most so many tokens left (top-k, top-p) race on those alone, several rows over their union.
 _FEW = 1024
 _TOGETHER = 8
+# Other rows race together while their words stay in the cache: a row alone is a hundred calls on short tensors.
+_TOGETHER_WORDS = 1 << 16
 # The bound below is float32: wider than its error, and than that of the scores it stands for.
 _SLACK = 1.001
 
@@ -47,8 +49,11 @@ def _pruned_race(log_p: Tensor, source: WordSource, ids: Tensor | None) -> Tenso
         group = few[start : start + _TOGETHER]
         winners[group] = _race_of_few(log_p[group], source.rows(group), ids)
     racing[few] = False
-    for row in racing.nonzero().squeeze(1).tolist():
-        winners[row] = _race_of_many(log_p[row], float(peaks[row]), source.rows(slice(row, row + 1)), ids)
+    many = racing.nonzero().squeeze(1)
+    step = max(1, _TOGETHER_WORDS // log_p.shape[1])
+    for start in range(0, len(many), step):
+        group = many[start : start + step]
+        winners[group] = _race_of_many(log_p[group], peaks[group], source.rows(group), ids)
     return winners
 
 
@@ -61,20 +66,26 @@ def _race_of_few(log_p: Tensor, source: WordSource, ids: Tensor | None) -> Tenso
     return columns[gumbel_of_words(words).add_(log_p[:, columns]).argmax(dim=-1)]
 
 
-def _race_of_many(log_p: Tensor, peak: float, source: WordSource, ids: Tensor | None) -> int:
-    """Winning column of one row [V] whose maximum is `peak`.
+def _race_of_many(log_p: Tensor, peaks: Tensor, source: WordSource, ids: Tensor | None) -> Tensor:
+    """Winning columns of rows [N, V] whose maxima are `peaks` [N] -> int64 [N].
 
     With x the uniform number of a token, E = -log(1 - x) >= x, so no token wins whose x / p is above the E / p of any
     other. That leaves a handful, and needs no logarithm of the rest.
     """
-    words = (source.words(len(log_p)) if ids is None else source.words_of(ids))[0]
-    bound = words.to(torch.float32).add_(0.5).mul_(1.0 / (WORD + 1)).mul_((peak - log_p).exp_())
-    reach = 2 * float(bound.min())
-    while True:
-        near = (bound <= reach).nonzero().squeeze(1)
-        scores = gumbel_of_words(words[near]).add_(log_p[near])
-        best = int(scores.argmax())
-        needed = math.exp(peak - float(scores[best])) * _SLACK
-        if needed <= reach:
-            return int(near[best])
-        reach = needed
+    words = source.words(log_p.shape[1]) if ids is None else source.words_of(ids)
+    bound = words.to(torch.float32).add_(0.5).mul_(1.0 / (WORD + 1)).mul_((peaks[:, None] - log_p).exp_())
+    reach = 2 * bound.amin(dim=-1)
+    winners = torch.zeros(len(log_p), dtype=torch.int64)
+    going = torch.arange(len(log_p))
+    while len(going):
+        place, column = (bound[going] <= reach[going, None]).nonzero().unbind(-1)  # rows one after another
+        row = going[place]
+        scores = gumbel_of_words(words[row, column]).add_(log_p[row, column])
+        best = torch.full((len(going),), -math.inf).scatter_reduce_(0, place, scores, "amax")
+        first = (scores == best[place]).nonzero().squeeze(1).flip(0)  # of equals the lowest column is written last
+        winners[row[first]] = column[first]
+        needed = (peaks[going] - best).to(torch.float64).exp().mul_(_SLACK).to(torch.float32)
+        short = needed > reach[going]
+        reach[going] = torch.maximum(reach[going], needed)
+        going = going[short]
+    return winners
