@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from draft_worker.noise_cache import Place, PublicNoise
-from draft_worker.quantize import COUNTS_WIDTH, largest
+from draft_worker.quantize import COUNTS_WIDTH
 from speculative import Stream, gumbel
 
 # Of a vocabulary larger than this, so many of the likeliest tokens are looked at for a fork's guesses.
@@ -92,7 +92,7 @@ def _expected(rows: Tensor, mode: str, forks: Sequence[int], gamma: int) -> Tens
     if mode != "counts" or not corrections or rows.shape[1] <= COUNTS_WIDTH:
         return rows
     rows = rows.clone()
-    least = largest(rows[:corrections].nan_to_num(-torch.inf), COUNTS_WIDTH)[0][:, -1:]
+    least = torch.topk(rows[:corrections], COUNTS_WIDTH).values[:, -1:]
     rows[:corrections] -= CLAIMED * (rows[:corrections] >= least)
     return rows
 

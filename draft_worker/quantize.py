@@ -32,33 +32,10 @@ def draw_counts_rows(log_q: Tensor, draws: npt.NDArray[np.int64]) -> tuple[list[
 
     log_q float32 [N, V], draws int64 [N] of stream DRAFT -> N tokens and the N rows that they were drawn from.
     """
-    values, indices = largest(log_q, min(COUNTS_WIDTH, log_q.shape[1]))
-    probabilities = values.cpu().numpy().astype(np.float64)
-    ids, counts = encode_counts(np.exp(probabilities, out=probabilities), indices.cpu().numpy())  # int64 [N, K]
+    top = torch.topk(log_q, min(COUNTS_WIDTH, log_q.shape[1]))
+    probabilities = top.values.cpu().numpy().astype(np.float64)
+    ids, counts = encode_counts(np.exp(probabilities, out=probabilities), top.indices.cpu().numpy())  # int64 [N, K]
     return draw_counts(ids, counts, draws).tolist(), list(zip(ids, counts, strict=True))
-
-
-def largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row, falling, and their columns: [N, V] without NaN -> [N, count] both.
-
-    On a CPU only what reaches the least of `count` columns' maxima is sorted: a few times `count`, where the ids' order
-    says nothing of their likelihood.
-    """
-    width = rows.shape[1]
-    if rows.device.type != "cpu" or width < 8 * count:
-        top = torch.topk(rows, count)
-        return top.values, top.indices
-    folds = width // count
-    reached = rows[:, : folds * count].view(len(rows), folds, count).amax(1).amin(1, keepdim=True)
-    kept = (rows >= reached).numpy()
-    counts = kept.sum(axis=1)
-    places = np.arange(int(counts.max())) < counts[:, None]  # the kept ones moved left
-    columns = np.zeros(places.shape, dtype=np.int64)
-    columns[places] = np.nonzero(kept)[1]
-    chosen = torch.from_numpy(columns)
-    values = rows.gather(1, chosen).masked_fill_(torch.from_numpy(~places), -torch.inf)
-    top = torch.topk(values, count)
-    return top.values, chosen.gather(1, top.indices)
 
 
 def draw_dense_rows(log_q: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> tuple[list[int], list[Row]]:

@@ -82,8 +82,8 @@ def _race_of_many(log_p: Tensor, peaks: Tensor, source: WordSource, ids: Tensor 
         row = going[place]
         scores = gumbel_of_words(words[row, column]).add_(log_p[row, column])
         best = torch.full((len(going),), -math.inf).scatter_reduce_(0, place, scores, "amax")
-        first = (scores == best[place]).nonzero().squeeze(1).flip(0)  # of equals the lowest column is written last
-        winners[row[first]] = column[first]
+        won = scores == best[place]
+        winners.scatter_reduce_(0, row[won], column[won], "amin", include_self=False)  # of equals the lowest column
         needed = (peaks[going] - best).to(torch.float64).exp().mul_(_SLACK).to(torch.float32)
         short = needed > reach[going]
         reach[going] = torch.maximum(reach[going], needed)

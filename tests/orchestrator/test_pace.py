@@ -43,7 +43,9 @@ def test_finding_out_costs_less_than_three_percent(
     alpha: float, c: float, v_slope: float, trip: float, overlap: bool
 ) -> None:
     world = World(alpha, c, v_slope, to_draft=trip)
-    found = [Simulation(world, Pacer(None, overlap), seed=seed).run(200) for seed in range(8)]
+    found = [
+        Simulation(world, Pacer(None, overlap), seed=seed).run(200) for seed in range(24)
+    ]  # one seed varies by a percent
     assert statistics.mean(found) > 0.97 * PLAIN
 
 
