@@ -20,7 +20,7 @@ MAX_AUTO = 16  # τ at α .9 is within a fifth of its limit there, and the time 
 WIDTHS = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 COLD_GAMMA, COLD_WIDTH = 2, 16  # while nothing was measured
 FIRST_REACH = 4  # longest block at first: what was measured at γ = 2 says little about 16
-COLD_ALPHA, COLD_WEIGHT = 0.65, 1.5  # what a draft is taken for; two tokens refused halve that: a bad one is found fast
+COLD_ALPHA, COLD_WEIGHT = 0.7, 1.5  # what a draft is taken for; two tokens refused halve that: a bad one is found fast
 INHERITED = 4.0  # tested tokens that what all requests saw counts for in one's own estimate
 MEMORY = 200.0  # tested tokens, or hits, that an estimate is made of
 FADED = 2.0  # tested tokens that an α which isn't tested any more still counts for
@@ -33,6 +33,7 @@ FIRST_WAIT, LAST_WAIT = 16, 128  # rounds before what was given up is tried agai
 TRY_COST = 0.01  # share of the time that tries may take
 MAX_TRY, TRY_WIDTH = 4, 8
 NEWS = 0.05  # a try that raises α by more is followed by another at once
+SPARE_STEPS = 1  # a run waits for the step under way, and times vary: planned to the brim, half of the runs are late
 LATE = 3.0  # a block that takes so many times what is expected is late
 MIN_DEADLINE = 0.05  # seconds; below it, scheduling noise alone would leave rows without their block
 
@@ -83,7 +84,7 @@ def goodput(costs: Costs, active: int, alpha: float, scale: float, gammas: Count
     Its α, and its hits against those expected. A block has γ tokens if drafted now, γ' if in one of `width` branches
     drafted while the block before was verified. From when a block is sent, until the next one
 
-    - is there, at a hit: max(pass + trip to the target, γ' wide steps + trip to the draft)
+    - is there, at a hit: max(pass + trip to the target, (γ' + SPARE_STEPS) wide steps + trip to the draft)
     - has to be drafted, at a miss: pass + trip, and half a wide step where the run goes on; then γ steps + trip
 
     Several requests play ping-pong: half of them are in a pass, and who drafts is away for two passes at least. All are
@@ -98,7 +99,7 @@ def goodput(costs: Costs, active: int, alpha: float, scale: float, gammas: Count
     verify = one_pass + to_target
     step = draft.a + draft.b * (max(1.0, active / 2) + others * widths)  # [width], with the others' blocks and branches
     wide = draft.a + draft.b * active * widths  # [width]
-    run = wide[:, None] * gammas  # [width, γ']
+    run = wide[:, None] * (gammas + SPARE_STEPS)  # [width, γ']
 
     guessed = scale * hit_share(widths[:, None].astype(float), np.array([forks(alpha, gamma) for gamma in gammas]))
     guessed = np.minimum(guessed, MAX_HIT_SHARE)  # [width, γ of the block in flight]
