@@ -67,6 +67,15 @@ def test_a_peaked_rows_first_reach_may_be_too_short(law: list[float]) -> None:
     assert torch.equal(racing._pruned_race(log_p, source, None), whole)
 
 
+def test_the_lowest_column_wins_a_tie() -> None:
+    """Every id stands in three columns with one law: each row's winner is tied with two others."""
+    ids = torch.arange(200).repeat(3)
+    log_p = torch.randn((40, 200), generator=torch.Generator().manual_seed(3)).log_softmax(-1).repeat(1, 3)
+    winners = racing._pruned_race(log_p, WordSource(range(40), Stream.RACE, range(40)), ids)
+    whole = (log_p + gumbel(range(40), Stream.RACE, range(40), 200, ids=ids)).argmax(dim=-1)
+    assert torch.equal(winners, whole) and int(winners.max()) < 200
+
+
 def test_filtered_rows_race_by_id_whichever_rows_they_stand_beside() -> None:
     logits = torch.randn((30, 500), generator=torch.Generator().manual_seed(5)) * 3
     options = [SamplingOptions(top_k=20), SamplingOptions(), SamplingOptions(temperature=0)] * 10
