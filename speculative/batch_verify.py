@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from speculative.noise import Stream, uniform
-from speculative.racing import race
+from speculative.racing import race, rows_together
 
 Origin = Literal["correction", "bonus"]
 
@@ -83,7 +83,8 @@ def verify_coupled(
     """Keep drafted tokens while they are the target's own draw, argmax(log p + gumbel(RACE, position)), of that row.
 
     log_p float32 [Σ(γ + 1), V]; drafted int64 [Σγ]; positions[i] is the index in the token sequence of request i's
-    first drafted token. What is emitted depends on the target, the seed and the position alone.
+    first drafted token. What is emitted depends on the target, the seed and the position alone. On a CPU a row is
+    drawn when those before it were kept, or where it costs little beside others.
     """
     drafted = drafted.cpu()
     layout = _Layout.of(log_p, gammas, drafted)
@@ -91,10 +92,11 @@ def verify_coupled(
     errors = _errors(log_p, layout, drafted)
     wanted = drafted.tolist()
     choices = [-1] * len(log_p)
-    going, depth = [i for i, error in enumerate(errors) if error is None], 0
-    one_wave = _draws_all_at_once(log_p.device)
+    going, start = [i for i, error in enumerate(errors) if error is None], 0
+    together = rows_together(log_p)
     while going:
-        cells = [(i, k) for i in going for k in (range(layout.gammas[i] + 1) if one_wave else (depth,))]
+        end = start + max(1, together // len(going))
+        cells = [(i, k) for i in going for k in range(start, min(end, layout.gammas[i] + 1))]
         rows = [layout.first_row[i] + k for i, k in cells]
         tokens = race(
             log_p[torch.tensor(rows, device=log_p.device)],
@@ -104,18 +106,15 @@ def verify_coupled(
         )
         for row, token in zip(rows, tokens.tolist(), strict=True):
             choices[row] = token
-        going = [] if one_wave else [i for i in going if _kept_at(choices, wanted, layout, i, depth)]
-        depth += 1
+        going = [i for i in going if _kept_from(start, end, choices, wanted, layout, i)]
+        start = end
     return _keep_while_equal(choices, layout, wanted, errors)
 
 
-def _draws_all_at_once(device: torch.device) -> bool:
-    """A CPU draws a row only when the one before it was kept; an accelerator would rather have one launch."""
-    return device.type != "cpu"
-
-
-def _kept_at(choices: list[int], drafted: list[int], layout: _Layout, i: int, k: int) -> bool:
-    return k < layout.gammas[i] and choices[layout.first_row[i] + k] == drafted[layout.first_draft[i] + k]
+def _kept_from(start: int, end: int, choices: list[int], drafted: list[int], layout: _Layout, i: int) -> bool:
+    """Whether all of request i's drafted tokens from `start` to before `end` are its choices, and a row follows."""
+    row, first = layout.first_row[i], layout.first_draft[i]
+    return end <= layout.gammas[i] and choices[row + start : row + end] == drafted[first + start : first + end]
 
 
 def verify_rejection(

@@ -16,6 +16,7 @@ WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
+_FEW_ROWS = 24  # with more the tensor operations are as fast
 # One row of 49,152 words at a time stays in a CPU's second-level cache; an accelerator wants few, large launches.
 _CHUNK_CPU = 1 << 16
 _CHUNK_ACCELERATOR = 1 << 24
@@ -87,13 +88,33 @@ def uniform(seeds: Seeds, stream: Streams, positions: Positions) -> Tensor:
 
     It may be exactly 0: compare with a strict `<`.
     """
-    words = random_words(seeds, stream, positions, 2, device="cpu")
+    words = _first_words(seeds, stream, positions)
     return ((words[:, 0] >> 5) * (1 << 26) + (words[:, 1] >> 6)).to(torch.float64) / float(1 << 53)
 
 
 def integers16(seeds: Seeds, stream: Streams, positions: Positions) -> Tensor:
     """One integer a row in [0, 65536): the top 16 bits of word 0 -> int64 [N], on the CPU."""
-    return random_words(seeds, stream, positions, 1, device="cpu")[:, 0] >> 16
+    return _first_words(seeds, stream, positions)[:, 0] >> 16
+
+
+def _first_words(seeds: Seeds, stream: Streams, positions: Positions) -> Tensor:
+    """The words at index 0, on the CPU; of a few rows in Python's own integers, ten times as fast there."""
+    listed = not (isinstance(seeds, Tensor) or isinstance(positions, Tensor))
+    if listed and isinstance(stream, Stream) and 0 < len(seeds) == len(positions) <= _FEW_ROWS:
+        _seed_bits(seeds)
+        return torch.tensor([_words_of_one(seed, stream, place) for seed, place in zip(seeds, positions, strict=True)])
+    return random_words(seeds, stream, positions, 4, device="cpu")
+
+
+def _words_of_one(seed: int, stream: Stream, position: int) -> tuple[int, int, int, int]:
+    key0, key1 = seed & WORD, seed >> 32
+    c0, c1, c2, c3 = 0, position & WORD, int(stream), 0
+    for _ in range(_ROUNDS):
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1 = product1 >> 32 ^ c1 ^ key0, product1 & WORD
+        c2, c3 = product0 >> 32 ^ c3 ^ key1, product0 & WORD
+        key0, key1 = key0 + _KEY_STEPS[0] & WORD, key1 + _KEY_STEPS[1] & WORD
+    return c0, c1, c2, c3
 
 
 def gumbel(

@@ -38,6 +38,13 @@ def race(log_p: Tensor, seeds: Seeds, stream: Streams, positions: Positions, ids
     return columns if ids is None else ids.to(columns.device)[columns]
 
 
+def rows_together(log_p: Tensor) -> int:
+    """How many rows like those of `log_p` [N, V] race in little more time than one: all of them on an accelerator."""
+    if log_p.device.type != "cpu":
+        return len(log_p)
+    return max(1, _TOGETHER_WORDS // log_p.shape[1])
+
+
 def _pruned_race(log_p: Tensor, source: WordSource, ids: Tensor | None) -> Tensor:
     """The same winners with a fraction of the work: excluded tokens get no noise, hopeless ones no logarithm."""
     winners = torch.zeros(len(log_p), dtype=torch.int64)
@@ -50,7 +57,7 @@ def _pruned_race(log_p: Tensor, source: WordSource, ids: Tensor | None) -> Tenso
         winners[group] = _race_of_few(log_p[group], source.rows(group), ids)
     racing[few] = False
     many = racing.nonzero().squeeze(1)
-    step = max(1, _TOGETHER_WORDS // log_p.shape[1])
+    step = rows_together(log_p)
     for start in range(0, len(many), step):
         group = many[start : start + step]
         winners[group] = _race_of_many(log_p[group], peaks[group], source.rows(group), ids)

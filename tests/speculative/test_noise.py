@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
@@ -103,9 +104,24 @@ def test_uniform_is_uniform_and_may_be_zero(monkeypatch: pytest.MonkeyPatch) -> 
     steps = (torch.arange(60_000) + 0.5) / 60_000
     assert float((u - steps).abs().max()) < 2.7 / math.sqrt(60_000)  # Kolmogorov-Smirnov at 1e-6
     for word, value in ((0, 0.0), (MASK, 1 - 2.0**-53)):
-        constant = torch.full((1, 2), word)
-        monkeypatch.setattr("speculative.noise.random_words", lambda *_, answer=constant, **__: answer)
+        constant = torch.full((1, 4), word)
+        monkeypatch.setattr("speculative.noise._first_words", lambda *_, answer=constant: answer)
         assert float(uniform([1], Stream.ACCEPT, [0])) == value
+
+
+def test_a_few_rows_and_many_have_the_same_numbers() -> None:
+    """A few are made of Python's integers, many of tensors."""
+    draws = random.Random(3)
+    seeds = [0, 2**64 - 1, 2**63, *(draws.getrandbits(64) for _ in range(297))]
+    positions = [0, 2**31, 2**32 - 1, *(draws.getrandbits(32) for _ in range(297))]
+    for few in (1, 7, 24, 25):
+        for function in (uniform, integers16):
+            parts = [
+                function(seeds[i : i + few], Stream.DRAFT, positions[i : i + few]) for i in range(0, len(seeds), few)
+            ]
+            assert torch.equal(torch.cat(parts), function(seeds, Stream.DRAFT, positions))
+            bits = torch.tensor([seed - 2**64 if seed >> 63 else seed for seed in seeds])
+            assert torch.equal(torch.cat(parts), function(bits, Stream.DRAFT, positions))
 
 
 def test_noise_does_not_depend_on_the_batch() -> None:

@@ -72,9 +72,10 @@ def verify(rule: str, batch: dict[str, object]) -> list[Outcome]:
 
 def test_drawing_rows_one_by_one_or_all_at_once_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = random_batch(5003)
-    lazy = verify("coupled", batch)
-    monkeypatch.setattr(batch_verify, "_draws_all_at_once", lambda device: True)
-    assert verify("coupled", batch) == lazy
+    found = verify("coupled", batch)
+    for together in (1, 16, 24, 1000):  # of 8 requests: a row of each at a time, two, three, all
+        monkeypatch.setattr(batch_verify, "rows_together", lambda rows, answer=together: answer)
+        assert verify("coupled", batch) == found
 
 
 @pytest.mark.parametrize("vocab", [6, 5003])
