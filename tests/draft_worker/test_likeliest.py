@@ -27,7 +27,7 @@ def test_excluded_tokens_come_last(size: int) -> None:
     rows.scatter_(1, kept, -torch.arange(kept.shape[1], dtype=torch.float32).expand_as(kept))
     values, ids = likeliest(rows, min(64, size))
     assert torch.equal(ids[:, : kept.shape[1]], kept) and bool((values[:, kept.shape[1] :] == -torch.inf).all())
-    assert 0 <= int(ids.min()) and int(ids.max()) < size
+    assert int(ids.min()) >= 0 and int(ids.max()) < size
 
 
 @pytest.mark.parametrize("size", SIZES)
