@@ -40,48 +40,57 @@ class Drawer:
     def draw(self, growing: Sequence[Drafting], scores: Tensor) -> None:
         """Append each row's next token; scores [N, V] of their last logits, see `scores_of`."""
         whole = scores.amax(dim=-1).isfinite().tolist()  # amax carries NaN
-        for one, is_whole, score in zip(growing, whole, scores.unbind(), strict=True):
+        groups: dict[str, list[int]] = {}
+        for place, (one, is_whole, score) in enumerate(zip(growing, whole, scores.unbind(), strict=True)):
             one.broken = not is_whole
             if is_whole:
                 one.scores.append(score)
-        for mode in ("greedy", "coupled", "counts", "dense"):
-            chosen = [i for i, one in enumerate(growing) if not one.broken and mode_of(one.entry) == mode]
-            if not chosen:
-                continue
+                groups.setdefault(mode_of(one.entry), []).append(place)
+        for mode, chosen in groups.items():
             group = [growing[i] for i in chosen]
-            q = scores if len(chosen) == len(scores) else scores[chosen]
             seeds, positions = [one.entry.opened.seed for one in group], [one.position for one in group]
-            rows: list[Row] = [()] * len(group)
-            if mode == "greedy":
-                tokens = draw_greedy(q).tolist()
-            elif mode == "coupled":
-                tokens = self.noise.race(q, seeds, positions)
-            elif mode == "counts":
-                tokens, rows = draw_counts_rows(q, self._draws.integers(seeds, positions))
-            else:
-                tokens, rows = draw_dense_rows(q, seeds, positions)
+            tokens, rows = self._drawn(mode, scores if len(chosen) == len(scores) else scores[chosen], seeds, positions)
             for one, token, row in zip(group, tokens, rows, strict=True):
                 one.take(token, row)
 
+    def _drawn(
+        self, mode: str, scores: Tensor, seeds: Sequence[int], positions: Sequence[int]
+    ) -> tuple[list[int], Sequence[Row]]:
+        """A token a row, and the q̃ that it was drawn from where one travels."""
+        if mode == "counts":
+            return draw_counts_rows(scores, self._draws.integers(seeds, positions))
+        if mode == "dense":
+            return draw_dense_rows(scores, seeds, positions)
+        tokens = draw_greedy(scores).tolist() if mode == "greedy" else self.noise.race(scores, seeds, positions)
+        return tokens, [()] * len(tokens)
+
 
 def scores_of(logits: Sequence[Tensor], owners: Sequence[Entry]) -> list[Tensor]:
-    """log q after each owner's sampling options, [n_i, V]; ids at and above the target's vocabulary are excluded.
+    """log q after each owner's sampling options, up to a constant a row: [n_i, V]; ids at and above the target's
+    vocabulary are excluded.
 
-    Of a greedy request the logits as they are: they have log q's argmax, and tell who comes after it.
+    Where q is the softmax of the logits, or only its argmax counts, these are the logits as they are: a race, a guess
+    and codec counts, which normalises what it keeps, need no more.
     """
     scores = [_limited(part, entry.opened.vocab_size) for part, entry in zip(logits, owners, strict=True)]
-    sampled = [place for place, entry in enumerate(owners) if mode_of(entry) != "greedy"]
-    if sampled:
-        sizes = [len(scores[place]) for place in sampled]
+    as_they_are = {entry.key: _as_they_are(entry) for entry in {entry.key: entry for entry in owners}.values()}
+    changed = [place for place, entry in enumerate(owners) if not as_they_are[entry.key]]
+    if changed:
+        sizes = [len(scores[place]) for place in changed]
         options = [
             sampling_options(owners[place].opened.sampling)
-            for place, size in zip(sampled, sizes, strict=True)
+            for place, size in zip(changed, sizes, strict=True)
             for _ in range(size)
         ]
-        log_q = torch.cat([scores[place] for place in sampled])
-        for place, part in zip(sampled, torch.split(log_distribution(log_q, options), sizes), strict=True):
+        log_q = torch.cat([scores[place] for place in changed])
+        for place, part in zip(changed, torch.split(log_distribution(log_q, options), sizes), strict=True):
             scores[place] = part
     return scores
+
+
+def _as_they_are(entry: Entry) -> bool:
+    mode = mode_of(entry)
+    return mode == "greedy" or (mode != "dense" and sampling_options(entry.opened.sampling).plain)
 
 
 def _limited(logits: Tensor, vocab_size: int) -> Tensor:

@@ -22,21 +22,23 @@ from protocol.codecs import (
 )
 from speculative import draw_dense
 
-SMALL = 1024  # a row that torch.topk searches as fast
+SMALL = 4096  # a row that torch.topk searches as fast
 COUNTS_WIDTH = 64  # ids a row: about 256 bytes a token
 HALF_FROM = 4096  # vocabularies above this go as float16 in codec dense
 
 Row = tuple[npt.NDArray[Any], ...]  # counts: ids [K], counts [K]; dense: floats [V]
 
 
-def draw_counts_rows(log_q: Tensor, draws: npt.NDArray[np.int64]) -> tuple[list[int], list[Row]]:
+def draw_counts_rows(scores: Tensor, draws: npt.NDArray[np.int64]) -> tuple[list[int], list[Row]]:
     """Codec counts: the likeliest ids with integer counts, then a draw among 65536 integers.
 
-    log_q float32 [N, V], draws int64 [N] of stream DRAFT -> N tokens and the N rows that they were drawn from.
+    scores float [N, V], log q up to a constant a row; draws int64 [N] of stream DRAFT -> N tokens and the N rows that
+    they were drawn from.
     """
-    log_top, top = likeliest(log_q, min(COUNTS_WIDTH, log_q.shape[1]))
-    probabilities = log_top.cpu().numpy().astype(np.float64)
-    ids, counts = encode_counts(np.exp(probabilities, out=probabilities), top.cpu().numpy())  # int64 [N, K]
+    values, top = likeliest(scores, min(COUNTS_WIDTH, scores.shape[1]))
+    odds = values.double().cpu().numpy()
+    odds -= odds[:, :1].copy()  # to the largest of the row
+    ids, counts = encode_counts(np.exp(odds, out=odds), top.cpu().numpy())  # int64 [N, K]
     return draw_counts(ids, counts, draws).tolist(), list(zip(ids, counts, strict=True))
 
 
@@ -75,7 +77,7 @@ def draw_dense_rows(log_q: Tensor, seeds: Sequence[int], positions: Sequence[int
 
 def pack_rows(codec: str, rows: Sequence[Row], vocab_size: int) -> EncodedQ:
     """The rows of one block in the wire's form."""
-    columns = [np.stack(column) for column in zip(*rows, strict=True)]
+    columns = [np.concatenate(column).reshape(len(rows), -1) for column in zip(*rows, strict=True)]
     if codec == "counts":
         return pack_counts(columns[0], columns[1], vocab_size)
     return pack_dense(columns[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import sys
 from collections.abc import AsyncGenerator, Iterator
@@ -37,6 +38,7 @@ async def run_generate(job: GenerateJob) -> int:
         sink = TraceSink(stream) if stream is not None else None
         _tell_start(job.config)
         async with Runtime(job.config) as runtime:
+            gc.freeze()  # what is loaded stays: looking through it again would stall a round
             chunks = runtime.generate(job.prompt, raw=job.raw, trace=sink, **dataclasses.asdict(job.options))
             generation = await _stream(chunks, quiet=job.as_json)
     if job.as_json:

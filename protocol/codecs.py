@@ -82,12 +82,12 @@ def encode_counts(q_top: Floats, ids: Ints) -> tuple[Ints, Ints]:
     if q.ndim != 2 or q.shape != chosen.shape or not 1 <= q.shape[1] <= MAX_SUPPORT:
         raise _bad(f"q_top {q.shape} and ids {chosen.shape} must both be [n, K] with 1 <= K <= {MAX_SUPPORT}")
     exact = _normalised(q) * COUNTS_TOTAL
-    counts = np.floor(exact).astype(np.int64)
+    counts = exact.astype(np.int64)  # rounded down
     missing = COUNTS_TOTAL - counts.sum(axis=1, keepdims=True)  # [n, 1], 0 <= missing <= K
     order = np.argsort(counts - exact, axis=1, kind="stable")  # largest remainder first
-    rank = np.empty_like(order)
-    np.put_along_axis(rank, order, np.broadcast_to(np.arange(q.shape[1]), q.shape), axis=1)
-    counts += rank < missing
+    counts += np.argsort(order, axis=1) < missing  # its rank
+    if counts.all():
+        return chosen, counts
     if np.any((counts[:, :-1] == 0) & (counts[:, 1:] > 0)):  # never where q_top falls from column to column
         left = np.argsort(counts == 0, axis=1, kind="stable")  # kept entries first, in their order
         counts, chosen = np.take_along_axis(counts, left, axis=1), np.take_along_axis(chosen, left, axis=1)
@@ -97,7 +97,8 @@ def encode_counts(q_top: Floats, ids: Ints) -> tuple[Ints, Ints]:
 def draw_counts(ids: Ints, counts: Ints, draws: Ints) -> Ints:
     """The token of each row: draws int64 [n], uniform below 65536, against the running sum of counts [n, K] -> [n]."""
     below = np.cumsum(counts, axis=1) <= np.asarray(draws, dtype=np.int64)[:, None]  # [n, K]
-    return np.take_along_axis(ids, below.sum(axis=1, keepdims=True), axis=1)[:, 0]
+    tokens: Ints = ids[np.arange(len(ids)), below.sum(axis=1)]
+    return tokens
 
 
 def pack_counts(ids: Ints, counts: Ints, vocab_size: int) -> EncodedQ:

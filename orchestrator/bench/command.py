@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import os
 import sys
@@ -66,6 +67,7 @@ async def run_bench(job: BenchJob) -> int:
             work, left_out = _work(runtime, prompts, options.max_tokens)
             plans = [_plan(job, work, index) for index in range(len(job.concurrency))]
             report = described(runtime, config, options, job.synthetic)
+            gc.freeze()  # what is loaded stays: looking through it again would stall a round
             measured = await _measure(runtime, plans, options, trace)
     overlap = config.overlap == "on"
     results = [_result(plan, groups, overlap=overlap) for plan, groups in zip(plans, measured, strict=True)]
