@@ -85,18 +85,18 @@ class Run:
         first = {kept: branch for (kept, _), branch in reversed(list(zip(self.outcomes, self.branches, strict=True)))}
         return list(first.values())
 
-    def foreseen(self) -> tuple[list[Place], int]:
-        """Noise that guesses at the outcomes of this run's branches will read, and the vocabulary's size.
+    def foreseen(self) -> list[Place]:
+        """Noise that guesses at the outcomes of this run's branches will read.
 
         Of a vocabulary too large to be guessed in whole, or where no noise decides, there is none.
         """
-        mode, vocab, opened = mode_of(self.entry), self.entry.opened.vocab_size, self.entry.opened
-        if mode == "greedy" or vocab > ALL_UP_TO:
-            return [], vocab
+        mode, opened = mode_of(self.entry), self.entry.opened
+        if mode == "greedy" or opened.vocab_size > ALL_UP_TO:
+            return []
         first, gamma = self.message.base_length + 1, self.message.gamma
         inside = [noise_place(mode, opened.seed, first + i, last=False) for i in range(len(self.block) + gamma)]
         after = [noise_place(mode, opened.seed, first + gamma + i, last=True) for i in range(len(self.block) + 1)]
-        return inside + after, vocab
+        return list(dict.fromkeys(inside + after))
 
     def reply(self, drafted: Sequence[tuple[tuple[int, int], Drafting]]) -> Branches:
         """The branches `drafted`, each with its outcome (none where the run was cut short), and what it took.

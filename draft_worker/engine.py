@@ -17,6 +17,7 @@ from torch import Tensor
 from draft_worker.branching import Run
 from draft_worker.drafting import Drafting, mode_of
 from draft_worker.drawing import Drawer, scores_of
+from draft_worker.noise_cache import Place
 from draft_worker.outcomes import guesses
 from draft_worker.quantize import pack_rows
 from execution.interface import Executor, Extension
@@ -27,6 +28,8 @@ from worker.loop import failure
 from worker.prefill import ALONE, BESIDE_WORK, PrefillQueue
 from worker.sampling import check_open
 from worker.table import Entry, Key, Work
+
+AT_ONCE = 4  # rows of noise drawn in a step for which nobody waits
 
 
 @dataclass
@@ -39,6 +42,14 @@ class Asked:
     started: float = field(default_factory=time.perf_counter)
     rows: int = 1  # of its widest step
     steps: int = 0
+
+
+@dataclass
+class Foreseen:
+    """Noise that isn't drawn yet, the places that are needed first in front."""
+
+    entry: Entry
+    places: list[Place]
 
 
 class ModelDraftEngine:
@@ -55,7 +66,7 @@ class ModelDraftEngine:
         self._latest: dict[Key, Drafting] = {}  # the block that the request's own row has drawn last
         self._branching: set[Key] = set()  # requests that have asked for branches
         self._unread: list[Drafting] = []  # complete, and their last tokens not fed: done when nobody waits
-        self._foreseen: list[Run] = []  # finished: the noise that guesses at its outcomes' blocks will read isn't there
+        self._foreseen: list[Foreseen] = []  # noise that guesses at finished runs' outcomes will read
         self._cut_short: list[tuple[Entry, Message]] = []  # what unfinished runs have cost
         self._prefill = PrefillQueue()
         self.in_hand: list[Entry] = []
@@ -112,7 +123,8 @@ class ModelDraftEngine:
         self._latest_of(entry, branch)
         if branch is None or not (branch.tokens or branch.wants_more):
             branch = self._afresh(entry, message)
-        branch.gamma = min(branch.gamma, message.gamma)
+        ready = min(message.ready, len(branch.tokens))
+        branch.gamma = min(branch.gamma, max(message.gamma, ready))
         self._asked[entry.key] = Asked(entry, message, branch)
 
     def step(self) -> list[tuple[Entry, Message]]:
@@ -124,7 +136,7 @@ class ModelDraftEngine:
         if not (self._asked or runs or pieces):  # nobody waits: what is likely to be needed next
             ending, self._unread = self._unread, []
             if not ending and self._foreseen:
-                self._drawer.noise.fill(*self._foreseen.pop().foreseen())
+                self._foresee()
         self.in_hand = [one.entry for one in asked] + [run.entry for run in runs]
         self.in_hand += [piece.entry for piece in pieces] + [one.entry for one in ending]
 
@@ -195,6 +207,14 @@ class ModelDraftEngine:
         if one.row == one.entry.row:
             one.entry.cached.append(one.tokens[-1])
 
+    def _foresee(self) -> None:
+        """Draw some of the noise that will be read; few rows, since what comes meanwhile waits."""
+        one = self._foreseen[-1]
+        self._drawer.noise.fill(one.places[:AT_ONCE], one.entry.opened.vocab_size)
+        del one.places[:AT_ONCE]
+        if not one.places:
+            self._foreseen.pop()
+
     def _finished(self, runs: Sequence[Run]) -> list[tuple[Entry, Message]]:
         replies: list[tuple[Entry, Message]] = []
         for asked in [one for one in self._asked.values() if not one.drafting.wants_more]:
@@ -205,7 +225,7 @@ class ModelDraftEngine:
                 run.answered = True
                 replies.append((run.entry, run.reply(list(zip(run.outcomes, run.branches, strict=True)))))
                 self._unread += [branch for branch in run.likeliest() if branch.tokens and not branch.broken]
-                self._foreseen.append(run)
+                self._foreseen.append(Foreseen(run.entry, run.foreseen()))
         return replies
 
     def _block(self, asked: Asked) -> Message:
@@ -221,7 +241,7 @@ class ModelDraftEngine:
         # it is would bias the text (rule E2).
         if drafting.broken and not drafting.tokens:
             return failure(message, ProtocolError(FailureCode.NAN, "the draft's logits are NaN"))
-        tokens, rows = drafting.tokens[: message.gamma], drafting.q[: message.gamma]
+        tokens, rows = drafting.tokens[: drafting.gamma], drafting.q[: drafting.gamma]
         return Block(
             request_id=message.request_id,
             epoch=message.epoch,

@@ -70,16 +70,19 @@ class Drafter:
     # ------------------------------------------------------------ a block
 
     async def block(self, block_id: int, plan: Plan) -> Drafted:
-        """A block of up to γ tokens, or none: the draft is absent, dead, late, full or confused."""
+        """A block of up to γ tokens, or none: the draft is absent, dead, late, full or confused.
+
+        Where a branch that came too late has more tokens than γ, up to the branches' own γ of them.
+        """
         peer = self._usable()
         base_length = len(self._request.tokens)
-        gamma = self._request.clip(plan.gamma)
+        gamma, ready = self._request.clip(plan.gamma), self._request.clip(plan.branch_gamma)
         if peer is not None:
             gamma = min(gamma, peer.welcome.context_length - base_length)  # it may be shorter than the target's
         if peer is None or gamma <= 0:
             return EMPTY
         started = self._asked_since = time.perf_counter()
-        asked = self._asked = asyncio.create_task(self._propose(peer, block_id, base_length, gamma))
+        asked = self._asked = asyncio.create_task(self._propose(peer, block_id, base_length, gamma, ready))
         timeout = self._drafts.timeout if plan.deadline is None else min(plan.deadline, self._drafts.timeout)
         try:
             async with asyncio.timeout(timeout):  # wait_for loses a cancellation that comes together with the block
@@ -108,7 +111,7 @@ class Drafter:
             steps=block.steps,
             span=span,
         )
-        return Drafted(gamma, proposal, block.q)
+        return Drafted(max(gamma, len(tokens)), proposal, block.q)
 
     def _usable(self) -> Peer | None:
         """The draft, unless it's gone or owes an answer."""
@@ -121,7 +124,7 @@ class Drafter:
             self._asked = None
         return self._drafts.peer
 
-    async def _propose(self, peer: Peer, block_id: int, base_length: int, gamma: int) -> Reply[Block]:
+    async def _propose(self, peer: Peer, block_id: int, base_length: int, gamma: int, ready: int) -> Reply[Block]:
         await self._open(peer)
         message = Propose(
             request_id=self._request.request_id,
@@ -129,6 +132,7 @@ class Drafter:
             base_length=base_length,
             block_id=block_id,
             gamma=gamma,
+            ready=ready,
             tail=self._lane.tail(),
         )
         reply = await peer.link.request(message, None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 
 MAX_FRAMES: Final = 8  # frames of one message, the header included
 MAX_HEADER_BYTES: Final = 327_680  # frame 0; holds a chat template and what goes with it

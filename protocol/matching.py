@@ -92,8 +92,10 @@ def check_reply(request: Message, reply: Message) -> None:
     """Refuse a reply that matches a request and cannot be true. Raises ProtocolError (out_of_sync, bad_value)."""
     if isinstance(request, (Propose, Branch, Verify)) and reply.base_length != request.base_length:  # type: ignore[attr-defined]
         raise ProtocolError(FailureCode.OUT_OF_SYNC, f"{type(reply).__name__} is about another base length than asked")
-    if isinstance(request, Propose) and isinstance(reply, Block) and len(reply.tokens) > request.gamma:
-        raise _bad(f"a block of {len(reply.tokens)} tokens, asked were at most {request.gamma}")
+    if isinstance(request, Propose) and isinstance(reply, Block):
+        most = max(request.gamma, request.ready)
+        if len(reply.tokens) > most:
+            raise _bad(f"a block of {len(reply.tokens)} tokens, asked were at most {most}")
     if isinstance(request, Branch) and isinstance(reply, Branches):
         _check_branches(request, reply)
     if isinstance(request, Verify) and isinstance(reply, Verdict):

@@ -129,6 +129,7 @@ class Propose(Message):
     base_length: Length  # committed tokens
     block_id: BlockId
     gamma: Gamma  # the most tokens wanted
+    ready: Gamma  # or so many, where a branch has them already
     tail: Committed  # int32 [t]: committed tokens [base_length − t, base_length)
 
     def check(self) -> None:

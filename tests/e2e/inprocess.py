@@ -136,8 +136,8 @@ class Pair:
     def propose(self, worker: Worker, requests: list[Request], gamma: int, block_id: int) -> list[Block | Failure]:
         blocks = worker.ask(
             [
-                Propose(r.request_id, 1, len(r.tokens), block_id, max(1, r.clip(gamma)), token_array(r.tokens[-64:]))
-                for r in requests
+                Propose(r.request_id, 1, len(r.tokens), block_id, wanted, wanted, token_array(r.tokens[-64:]))
+                for r, wanted in ((r, max(1, r.clip(gamma))) for r in requests)
             ]
         )
         assert all(isinstance(block, Block) or block.code == "nan" for block in blocks), blocks

@@ -48,8 +48,8 @@ class Draft(Worker):
         return len(self.executor._lengths)
 
 
-def propose(tokens: list[int], gamma: int = GAMMA, block_id: int = 2) -> Propose:
-    return Propose(1, 1, len(tokens), block_id, gamma, token_array(tokens))
+def propose(tokens: list[int], gamma: int = GAMMA, block_id: int = 2, ready: int = 0) -> Propose:
+    return Propose(1, 1, len(tokens), block_id, gamma, ready, token_array(tokens))
 
 
 def branch(block: list[int], tokens: list[int] = PROMPT, **fields: Any) -> Branch:
@@ -196,6 +196,29 @@ def test_a_proposal_of_another_gamma(gamma: int) -> None:
         assert draft.rows == draft.at_rest
 
 
+@pytest.mark.parametrize("mode", ["counts", "coupled"])
+@pytest.mark.parametrize("gamma", [1, 3])
+@pytest.mark.parametrize("ready", [0, 2, GAMMA, 9])
+@pytest.mark.parametrize("steps", range(1, 7))
+def test_a_proposal_takes_what_a_branch_has(mode: str, gamma: int, ready: int, steps: int) -> None:
+    """As many tokens as are drawn already, up to `ready`; the others are drawn up to γ."""
+    block = [5, 0, 6, 2]
+    outcome = next(one for one in found_branches(Draft(mode), branch(block)) if one[0] == 2)
+    draft = Draft(mode)
+    draft.tell(branch(block))
+    for _ in range(steps - 1):
+        draft.tell()
+    tokens = [*PROMPT, *block[:2], outcome[1]]
+    reply = asked(draft, propose(tokens, gamma, ready=ready))
+    there = min(steps - 1, GAMMA)  # the first step reads the block
+    wanted = max(gamma, min(ready, there))
+    assert same(drafted(reply), after(mode, outcome, block, wanted))
+    assert reply.steps == max(0, wanted - there)
+    following = [*tokens, *reply.tokens.tolist(), 7]
+    assert same(drafted(asked(draft, propose(following, block_id=3))), drafted(asked(Draft(mode), propose(following))))
+    assert draft.rows == draft.at_rest and not draft.busy
+
+
 @pytest.mark.parametrize("steps", range(1, 7))
 def test_a_proposal_for_another_outcome_drops_the_run(steps: int) -> None:
     block = [5, 0, 6, 2]
@@ -316,7 +339,7 @@ def test_two_requests_do_not_meet() -> None:
     block = [5, 0, 6, 2]
     draft = Draft()
     draft.ask([Open(2, 1, 78, "rejection", "dense", Sampling(0.7, 5, 1.0, 0.0), V, token_array([3, 3]))])
-    other = Propose(2, 1, 2, 1, 6, token_array([3, 3]))
+    other = Propose(2, 1, 2, 1, 6, 0, token_array([3, 3]))
     alone = asked(draft, other)
     draft.tell(branch(block))
     draft.tell(replace(other, block_id=2))

@@ -64,7 +64,7 @@ def open_request(request_id: int = 1, tokens: int = 3) -> Open:
 
 
 def propose(request_id: int = 1, block_id: int = 0, gamma: int = 4) -> Propose:
-    return Propose(request_id, 0, 3, block_id, gamma, token_array([]))
+    return Propose(request_id, 0, 3, block_id, gamma, gamma, token_array([]))
 
 
 def branch(

@@ -13,6 +13,7 @@ import zmq.asyncio
 
 from protocol.endpoint import Endpoint, Peer
 from protocol.errors import FailureCode, HandshakeError, LinkLost, LinkTimeout
+from protocol.limits import PROTOCOL_VERSION
 from protocol.link import Link
 from protocol.messages import (
     Close,
@@ -116,7 +117,7 @@ async def test_the_wrong_version_of_the_worker(address: str, context: Context, w
     worker(address, me=welcome(protocol_version=1))
     error = await refused(Link(address, name="target worker", context=context), "target")
     assert isinstance(error, HandshakeError) and error.code is FailureCode.VERSION
-    assert "protocol version 1, this side speaks 2" in str(error)
+    assert f"protocol version 1, this side speaks {PROTOCOL_VERSION}" in str(error)
 
 
 async def test_the_wrong_version_of_the_orchestrator(address: str, context: Context, worker: StartWorker) -> None:

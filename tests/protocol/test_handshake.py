@@ -6,6 +6,7 @@ import pytest
 
 from protocol.errors import FailureCode, HandshakeError
 from protocol.handshake import check_pair, check_supported, check_welcome, vocabulary_fingerprint
+from protocol.limits import PROTOCOL_VERSION
 from tests.protocol.support import welcome
 
 TOKENS = [(0, "a"), (1, "b"), (2, "é")]
@@ -23,7 +24,9 @@ def test_a_fitting_worker_passes() -> None:
 
 
 def test_another_version_is_refused() -> None:
-    with pytest.raises(HandshakeError, match=r"version 1 .*this side speaks 2: install the same release") as caught:
+    with pytest.raises(
+        HandshakeError, match=rf"version 1 .*this side speaks {PROTOCOL_VERSION}: install the same release"
+    ) as caught:
         check_welcome(welcome(protocol_version=1), "target", "tcp://h:1")
     assert caught.value.code is FailureCode.VERSION
     assert one_line(caught.value).startswith("tcp://h:1")
