@@ -56,11 +56,14 @@ class Rounds:
         """Draft, verify, commit."""
         started = time.perf_counter()
         self._block_id += 1
-        plan = self._pace.plan()
-        drafted = self._next or await self._drafter.block(self._block_id, plan)
-        self._next = None
+        plan, drafted, self._next = None, self._next, None
+        if drafted is None:
+            plan = self._pace.plan()
+            drafted = await self._drafter.block(self._block_id, plan)
         self._judge_late_run(drafted)
-        verifying = asyncio.create_task(self._verify(drafted))  # its block goes out first
+        verifying = asyncio.create_task(self._verify(drafted))
+        await asyncio.sleep(0)  # a block that is there goes out before anything is planned
+        plan = plan or self._pace.plan()
         ahead = self._drafter.ahead(self._block_id, drafted, plan, self._pace.alpha)
         try:
             verified = await verifying
