@@ -66,10 +66,16 @@ class Run:
     def done(self) -> bool:
         return not self.reads and not any(branch.wants_more for branch in self.branches)
 
-    def length(self, kept: int) -> int:
-        """Tokens worth drafting after `kept` tokens and the target's own one: the token limit, the context, γ."""
+    def length(self, kept: int, *, behind: bool = False) -> int:
+        """Tokens worth drafting after `kept` tokens and the target's own one: the token limit, the context, γ.
+
+        `behind`: other branches have a step's lead, and a token less may do.
+        """
+        gamma = self.message.gamma
+        if behind:
+            gamma = max(min(gamma, self.message.least), gamma - 1)
         room = self.message.room - (kept + 1) - 1  # the round after ends with the target's own token
-        return max(0, min(self.message.gamma, room, self.context_length - (self.message.base_length + kept + 1)))
+        return max(0, min(gamma, room, self.context_length - (self.message.base_length + kept + 1)))
 
     def follows(self, message: Propose | Branch) -> Drafting | None:
         """The branch of the outcome that `message` continues from, if there is one; `entry` follows it already."""
@@ -79,11 +85,6 @@ class Run:
             if message.base_length == base + kept + 1 and came == [*self.block[:kept], token]:
                 return branch
         return None
-
-    def likeliest(self) -> list[Drafting]:
-        """The branch of the first guess at each fork."""
-        first = {kept: branch for (kept, _), branch in reversed(list(zip(self.outcomes, self.branches, strict=True)))}
-        return list(first.values())
 
     def foreseen(self) -> list[Place]:
         """Noise that guesses at the outcomes of this run's branches will read.

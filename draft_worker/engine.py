@@ -64,8 +64,6 @@ class ModelDraftEngine:
         self._asked: dict[Key, Asked] = {}
         self._runs: dict[Key, Run] = {}  # unfinished, or the last one finished: its branches wait for the outcome
         self._latest: dict[Key, Drafting] = {}  # the block that the request's own row has drawn last
-        self._branching: set[Key] = set()  # requests that have asked for branches
-        self._unread: list[Drafting] = []  # complete, and their last tokens not fed: done when nobody waits
         self._foreseen: list[Foreseen] = []  # noise that guesses at finished runs' outcomes will read
         self._cut_short: list[tuple[Entry, Message]] = []  # what unfinished runs have cost
         self._prefill = PrefillQueue()
@@ -76,9 +74,7 @@ class ModelDraftEngine:
 
     @property
     def busy(self) -> bool:
-        return bool(
-            self._asked or len(self._prefill) or self._cut_short or self._unread or self._foreseen or self._unfinished()
-        )
+        return bool(self._asked or len(self._prefill) or self._cut_short or self._foreseen or self._unfinished())
 
     def open(self, opened: Open) -> int:
         check_open(opened, opened.vocab_size, self._executor.context_length)
@@ -95,7 +91,6 @@ class ModelDraftEngine:
         self._prefill.drop(entry)
         self._asked.pop(entry.key, None)
         self._latest_of(entry, None)
-        self._branching.discard(entry.key)
         self._cut_short = [one for one in self._cut_short if one[0] is not entry]
         self._executor.close(entry.row)
 
@@ -112,7 +107,6 @@ class ModelDraftEngine:
         run = self._runs.get(entry.key)
         if isinstance(message, Branch):
             latest = self._latest_of(entry, run.follows(message) if run is not None else None)
-            self._branching.add(entry.key)
             known = latest.scores if latest is not None and _drew(latest, message) else []
             self._runs[entry.key] = Run(entry, message, self._executor.context_length, known)
             return
@@ -132,13 +126,10 @@ class ModelDraftEngine:
         asked = [one for one in self._asked.values() if one.drafting.wants_more]
         runs = self._unfinished()
         pieces = self._prefill.take(BESIDE_WORK if asked or runs else ALONE)
-        ending: list[Drafting] = []
-        if not (self._asked or runs or pieces):  # nobody waits: what is likely to be needed next
-            ending, self._unread = self._unread, []
-            if not ending and self._foreseen:
-                self._foresee()
+        if self._foreseen and not (self._asked or runs or pieces):  # nobody waits
+            self._foresee()
         self.in_hand = [one.entry for one in asked] + [run.entry for run in runs]
-        self.in_hand += [piece.entry for piece in pieces] + [one.entry for one in ending]
+        self.in_hand += [piece.entry for piece in pieces]
 
         for run in runs:
             known, run.known = run.known, []
@@ -147,20 +138,18 @@ class ModelDraftEngine:
         growing = [one.drafting for one in asked]
         growing += [branch for run in runs for branch in run.branches if branch.wants_more]
         batch = [self._reading(run) for run in reading]
-        batch += [Extension(one.row, self._known(one.feed), 1) for one in (*growing, *ending)]
+        batch += [Extension(one.row, self._known(one.feed), 1) for one in growing]
         fed = len(batch)
         batch += [Extension(p.entry.row, self._known(p.tokens), 0) for p in pieces if p.tokens]
         logits = self._executor.extend(batch)[:fed] if batch else []
         replies = self._prefill.fed(pieces) + self._cut_short
         self._cut_short = []
         if fed:
-            scores = scores_of(logits, [run.entry for run in reading] + [one.entry for one in (*growing, *ending)])
+            scores = scores_of(logits, [run.entry for run in reading] + [one.entry for one in growing])
             for run, read in zip(reading, scores, strict=False):
                 self._read(run, read)
             if growing:
-                self._drawer.draw(growing, torch.cat(scores[len(reading) : len(reading) + len(growing)]))
-            for one, last in zip(ending, scores[len(reading) + len(growing) :], strict=True):
-                self._end(one, last)
+                self._drawer.draw(growing, torch.cat(scores[len(reading) :]))
         for block in asked:
             block.steps, block.rows = block.steps + 1, max(block.rows, fed)
         for run in runs:
@@ -180,12 +169,15 @@ class ModelDraftEngine:
 
     def _read(self, run: Run, scores: Tensor) -> None:
         """Fork off the places that a pass has just read: scores [reads, V]."""
-        self._fork(run, scores.unbind())
+        self._fork(run, scores.unbind(), behind=bool(run.branches))
         if not bool(scores.amax(dim=-1).isfinite().all()):
             self._forget_from(run.entry, len(run.entry.tokens) - 1)
 
-    def _fork(self, run: Run, scores: Sequence[Tensor]) -> None:
-        """Choose outcomes at the next places, one row of scores [V] each, and give each outcome a row."""
+    def _fork(self, run: Run, scores: Sequence[Tensor], *, behind: bool = False) -> None:
+        """Choose outcomes at the next places, one row of scores [V] each, and give each outcome a row.
+
+        `behind`: branches at other places have a step's lead.
+        """
         entry, message, first = run.entry, run.message, run.forked
         scores = scores[: len(run.block) + 1 - first]
         run.forked += len(scores)
@@ -196,16 +188,7 @@ class ModelDraftEngine:
             for token in tokens:
                 row = self._executor.fork(entry.row, base + kept)
                 run.outcomes.append((kept, token))
-                run.branches.append(Drafting(entry, row, base + kept + 1, run.length(kept), [token]))
-
-    def _end(self, one: Drafting, scores: Tensor) -> None:
-        """The last token of a complete block was fed: scores [1, V] of what may follow the whole block."""
-        if not bool(scores.amax().isfinite()):
-            self._executor.truncate(one.row, one.held)
-            return
-        one.scores.append(scores[0])
-        if one.row == one.entry.row:
-            one.entry.cached.append(one.tokens[-1])
+                run.branches.append(Drafting(entry, row, base + kept + 1, run.length(kept, behind=behind), [token]))
 
     def _foresee(self) -> None:
         """Draw some of the noise that will be read; few rows, since what comes meanwhile waits."""
@@ -224,7 +207,6 @@ class ModelDraftEngine:
             if run.done:
                 run.answered = True
                 replies.append((run.entry, run.reply(list(zip(run.outcomes, run.branches, strict=True)))))
-                self._unread += [branch for branch in run.likeliest() if branch.tokens and not branch.broken]
                 self._foreseen.append(Foreseen(run.entry, run.foreseen()))
         return replies
 
@@ -235,8 +217,6 @@ class ModelDraftEngine:
         elif drafting.tokens:
             entry.cached = (entry.tokens + drafting.tokens)[: drafting.held]
             self._latest[entry.key] = drafting
-            if entry.key in self._branching and drafting.held < self._executor.context_length:
-                self._unread.append(drafting)
         # Tokens drawn before a NaN are sent: it may have come of them, and a drawn token that is thrown away for what
         # it is would bias the text (rule E2).
         if drafting.broken and not drafting.tokens:
@@ -275,7 +255,6 @@ class ModelDraftEngine:
         """
         latest = self._latest.pop(entry.key, None)
         run = self._runs.pop(entry.key, None)
-        self._unread = [one for one in self._unread if one.entry is not entry]
         self._foreseen = [one for one in self._foreseen if one.entry is not entry]
         for other in run.branches if run is not None else ():
             if other is not branch:

@@ -192,6 +192,7 @@ class Drafter:
             base_length=base_length,
             block_id=block_id,
             gamma=plan.branch_gamma,
+            least=plan.branch_gamma if self._pacer.gamma is not None else max(1, plan.branch_gamma - 1),
             width=plan.width,
             alpha=min(1.0, max(0.0, alpha)),
             room=self._request.room,

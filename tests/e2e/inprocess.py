@@ -154,6 +154,7 @@ class Pair:
                 base_length=len(r.tokens),
                 block_id=block_id,
                 gamma=gamma,
+                least=gamma,
                 width=WIDTH,
                 alpha=ALPHA,
                 room=r.room,

@@ -55,7 +55,7 @@ def propose(tokens: list[int], gamma: int = GAMMA, block_id: int = 2, ready: int
 def branch(block: list[int], tokens: list[int] = PROMPT, **fields: Any) -> Branch:
     """`block` is in flight after `tokens`."""
     asked = Branch(
-        1, 1, len(tokens), 1, GAMMA, 40, 0.6, 100, (), token_array(tokens), token_array(block)
+        1, 1, len(tokens), 1, GAMMA, GAMMA, 40, 0.6, 100, (), token_array(tokens), token_array(block)
     )  # fmt: skip
     return replace(asked, **fields)
 
@@ -235,20 +235,28 @@ def test_a_proposal_for_another_outcome_drops_the_run(steps: int) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_hit_after_hit(mode: str, rank: int) -> None:
+@pytest.mark.parametrize("spare", [0, 1])
+def test_hit_after_hit(mode: str, rank: int, spare: int) -> None:
     """Each block is a branch of the one before, and its own run starts from what the draft knows: one pass a token.
 
-    What follows the whole block was read meanwhile, for the best guess of each place; for another it's read beside the
-    first tokens, and its branches come a pass later.
+    What follows the whole block is read beside the first tokens, so those branches come a pass later, or are a token
+    shorter where that will do.
     """
     draft = Draft(mode)
     tokens, block = list(PROMPT), drafted(asked(draft, propose(PROMPT, block_id=1))).tokens
     for turn in range(6):
-        reply = asked(draft, branch(block, tokens, block_id=turn + 1, tail=token_array(tokens)))
+        least = GAMMA - spare
+        reply = asked(draft, branch(block, tokens, block_id=turn + 1, tail=token_array(tokens), least=least))
         assert isinstance(reply, Branches)
-        assert turn == 0 or reply.steps == GAMMA + rank, "no pass but those that draw"
-        found, fresh = outcomes(reply), found_branches(Draft(mode, prompt=tokens), branch(block, tokens))
-        assert found.keys() == fresh.keys() and all(same(found[one], fresh[one]) for one in found)
+        assert reply.steps == GAMMA + 1 - spare, "no pass but those that draw"
+        found = outcomes(reply)
+        fresh, whole = Draft(mode, prompt=tokens), [one for one in found if one[0] == len(block)]
+        assert {len(found[one].tokens) for one in whole} == {least}
+        assert all(len(found[one].tokens) == GAMMA for one in found if one not in whole)
+        assert found.keys() == found_branches(fresh, branch(block, tokens)).keys()
+        for accepted, token in found:
+            after_it = propose([*tokens, *block[:accepted], token], len(found[accepted, token].tokens))
+            assert same(found[accepted, token], drafted(asked(Draft(mode, prompt=tokens), after_it)))
         assert draft.rows == draft.at_rest + len(found) and not draft.busy
         kept = [len(block), 0, 2, 1, len(block), 3][turn]
         outcome = [one for one in found if one[0] == kept][rank]
