@@ -170,7 +170,7 @@ def coarse_counts(patch: Patch) -> None:
     """E4: drawn before the rounding of a coarse codec (to sixteenths), and sent after it."""
 
     def draw(log_q: torch.Tensor, draws: Any) -> Any:
-        sixteenths = (log_q.exp() * 16).round().clamp(min=1e-9)
+        sixteenths = (log_q.softmax(-1) * 16).round().clamp(min=1e-9)
         rounded = (sixteenths / sixteenths.sum(-1, keepdim=True)).log()
         return draw_counts_rows(log_q, draws)[0], draw_counts_rows(rounded, draws)[1]
 
