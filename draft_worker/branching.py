@@ -62,9 +62,15 @@ class Run:
         """Scores that are still to be read, of the last places."""
         return len(self.block) + 1 - self.forked if any(self.counts[self.forked :]) else 0
 
-    @property
-    def done(self) -> bool:
-        return not self.reads and not any(branch.wants_more for branch in self.branches)
+    def done(self, step_seconds: float) -> bool:
+        """Nothing is missing, or what is can be done without, and a step more would keep the answer too long."""
+        if self.reads:
+            return False
+        growing = [branch for branch in self.branches if branch.wants_more]
+        if not growing or not self.message.seconds:
+            return not growing
+        late = time.perf_counter() + step_seconds > self.started + self.message.seconds
+        return late and all(len(branch.tokens) >= self.message.least for branch in growing)
 
     def length(self, kept: int, *, behind: bool = False) -> int:
         """Tokens worth drafting after `kept` tokens and the target's own one: the token limit, the context, γ.

@@ -123,6 +123,7 @@ class ModelDraftEngine:
 
     def step(self) -> list[tuple[Entry, Message]]:
         """One pass over all that grows; the blocks and branches that are complete after it."""
+        began = time.perf_counter()
         asked = [one for one in self._asked.values() if one.drafting.wants_more]
         runs = self._unfinished()
         pieces = self._prefill.take(BESIDE_WORK if asked or runs else ALONE)
@@ -154,7 +155,7 @@ class ModelDraftEngine:
             block.steps, block.rows = block.steps + 1, max(block.rows, fed)
         for run in runs:
             run.steps, run.rows = run.steps + 1, max(run.rows, fed)
-        return replies + self._finished(runs)
+        return replies + self._finished(runs, time.perf_counter() - began)
 
     # ------------------------------------------------------------ one step
 
@@ -198,13 +199,13 @@ class ModelDraftEngine:
         if not one.places:
             self._foreseen.pop()
 
-    def _finished(self, runs: Sequence[Run]) -> list[tuple[Entry, Message]]:
+    def _finished(self, runs: Sequence[Run], step_seconds: float) -> list[tuple[Entry, Message]]:
         replies: list[tuple[Entry, Message]] = []
         for asked in [one for one in self._asked.values() if not one.drafting.wants_more]:
             del self._asked[asked.entry.key]
             replies.append((asked.entry, self._block(asked)))
         for run in runs:
-            if run.done:
+            if run.done(step_seconds):
                 run.answered = True
                 replies.append((run.entry, run.reply(list(zip(run.outcomes, run.branches, strict=True)))))
                 self._foreseen.append(Foreseen(run.entry, run.foreseen()))

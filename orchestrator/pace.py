@@ -33,7 +33,6 @@ FIRST_WAIT, LAST_WAIT = 16, 128  # rounds before what was given up is tried agai
 TRY_COST = 0.01  # share of the time that tries may take
 MAX_TRY, TRY_WIDTH = 4, 8
 NEWS = 0.05  # a try that raises α by more is followed by another at once
-SPARE_STEPS = 1  # a run waits for the step under way, and times vary: planned to the brim, half of the runs are late
 LATE = 3.0  # a block that takes so many times what is expected is late
 MIN_DEADLINE = 0.05  # seconds; below it, scheduling noise alone would leave rows without their block
 
@@ -84,7 +83,7 @@ def goodput(costs: Costs, active: int, alpha: float, scale: float, gammas: Count
     Its α, and its hits against those expected. A block has γ tokens if drafted now, γ' if in one of `width` branches
     drafted while the block before was verified. From when a block is sent, until the next one
 
-    - is there, at a hit: max(pass + trip to the target, (γ' + SPARE_STEPS) wide steps + trip to the draft)
+    - is there, at a hit: max(pass + trip to the target, γ' wide steps + trip to the draft)
     - has to be drafted, at a miss: pass + trip, and half a wide step where the run goes on; then γ steps + trip
 
     Several requests play ping-pong: half of them are in a pass, and who drafts is away for two passes at least. All are
@@ -99,7 +98,7 @@ def goodput(costs: Costs, active: int, alpha: float, scale: float, gammas: Count
     verify = one_pass + to_target
     step = draft.a + draft.b * (max(1.0, active / 2) + others * widths)  # [width], with the others' blocks and branches
     wide = draft.a + draft.b * active * widths  # [width]
-    run = wide[:, None] * (gammas + SPARE_STEPS)  # [width, γ']
+    run = wide[:, None] * gammas  # [width, γ']
 
     guessed = scale * hit_share(widths[:, None].astype(float), np.array([forks(alpha, gamma) for gamma in gammas]))
     guessed = np.minimum(guessed, MAX_HIT_SHARE)  # [width, γ of the block in flight]
@@ -218,6 +217,16 @@ class Pacer:
         if self._reach < min(2 * drafted, MAX_AUTO):
             self._reach = min(2 * drafted, MAX_AUTO)
             self._plans = {}
+
+    def time_for_branches(self, gamma: int) -> float:
+        """Seconds that the draft has for branches of a block of γ tokens, until the verdict is expected.
+
+        0 where there is no limit: γ is fixed, nothing is measured, or others' passes come between.
+        """
+        costs = self.costs
+        if self.gamma is not None or not costs.known or self.active > 1:
+            return 0.0
+        return max(0.0, costs.target.at(gamma + 1) + costs.target_trip.value - costs.draft_trip.value)
 
     def deadline(self, gamma: int) -> float | None:
         """Seconds after which a row goes on without its block; None for a γ that was asked for, or unmeasured."""

@@ -160,7 +160,8 @@ class Branch(Message):
     base_length: Length  # committed tokens, those under the block in flight
     block_id: BlockId  # of the block in flight
     gamma: Gamma  # the most tokens of each branch
-    least: Gamma  # so many are enough in a branch that would keep the others waiting
+    least: Gamma  # so many are enough in a branch that would keep others waiting, or the answer beyond `seconds`
+    seconds: Seconds  # what the answer may take; 0: as long as all tokens take
     width: Annotated[int, Int(1, MAX_BRANCHES)]  # the most branches
     alpha: Annotated[float, Real("[0, 1]")]  # acceptance rate by which branches are shared out over the forks
     room: Length  # tokens that may still be emitted after base_length

@@ -155,6 +155,7 @@ class Pair:
                 block_id=block_id,
                 gamma=gamma,
                 least=gamma,
+                seconds=0.0,
                 width=WIDTH,
                 alpha=ALPHA,
                 room=r.room,

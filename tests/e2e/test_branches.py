@@ -55,7 +55,7 @@ def propose(tokens: list[int], gamma: int = GAMMA, block_id: int = 2, ready: int
 def branch(block: list[int], tokens: list[int] = PROMPT, **fields: Any) -> Branch:
     """`block` is in flight after `tokens`."""
     asked = Branch(
-        1, 1, len(tokens), 1, GAMMA, GAMMA, 40, 0.6, 100, (), token_array(tokens), token_array(block)
+        1, 1, len(tokens), 1, GAMMA, GAMMA, 0.0, 40, 0.6, 100, (), token_array(tokens), token_array(block)
     )  # fmt: skip
     return replace(asked, **fields)
 
@@ -281,6 +281,37 @@ def test_a_run_for_what_the_draft_did_not_draw(change: str) -> None:
     found = found_branches(draft, branch(block, tokens))
     fresh = found_branches(Draft(prompt=tokens), branch(block, tokens))
     assert found.keys() == fresh.keys() and all(same(found[one], fresh[one]) for one in found)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_answers_in_time(mode: str) -> None:
+    """Where the time is over, branches are sent as they are, but for those with less than the least; without, whole."""
+    block, beyond = [5, 0, 6, 2], 1e-9
+    for least in range(1, GAMMA + 2):
+        reply = asked(Draft(mode), branch(block, least=least, seconds=beyond))
+        assert reply.steps == 1 + min(least, GAMMA)  # the first step reads the block
+        found = outcomes(reply)
+        assert {len(one.tokens) for one in found.values()} == {min(least, GAMMA)}
+        for outcome, one in list(found.items())[::5]:
+            assert same(one, after(mode, outcome, block, min(least, GAMMA)))
+    for seconds in (0.0, 3600.0):
+        assert asked(Draft(mode), branch(block, least=1, seconds=seconds)).steps == 1 + GAMMA
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_hurried_run_has_sent_is_what_goes_on(mode: str) -> None:
+    """A hit on a branch that could have had more: the next run, and the next block, start from what was sent."""
+    draft, block = Draft(mode), [5, 0, 6, 2]
+    found = found_branches(draft, branch(block, least=2, seconds=1e-9))
+    outcome = next(one for one in found if one[0] == 1)
+    tokens, block = [*PROMPT, *block[:1], outcome[1]], found[outcome].tokens
+    assert len(block) == 2
+    following = found_branches(draft, branch(block, tokens, block_id=2, tail=token_array(tokens)))
+    fresh = found_branches(Draft(mode, prompt=tokens), branch(block, tokens))
+    assert following.keys() == fresh.keys() and all(same(following[one], fresh[one]) for one in fresh)
+    tokens = [*tokens, block[0], 7]
+    assert same(drafted(asked(draft, propose(tokens, block_id=3))), drafted(asked(Draft(mode), propose(tokens))))
+    assert draft.rows == draft.at_rest and not draft.busy
 
 
 @pytest.mark.parametrize("steps", range(1, 7))

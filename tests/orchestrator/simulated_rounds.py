@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from orchestrator.goodput import expected_tokens, forks, hit_share
-from orchestrator.pace import MAX_AUTO, SPARE_STEPS, WIDTHS, Pace, Pacer, Plan
+from orchestrator.pace import MAX_AUTO, WIDTHS, Pace, Pacer, Plan
 
 
 @dataclass
@@ -43,7 +43,7 @@ class World:
         """Tokens a target step of one request at a fixed choice, in the long run."""
         h = self.hits(width, gamma) if gamma else 0.0
         verified = self.verify(gamma + 1) + self.to_target
-        run = (gamma + SPARE_STEPS) * self.step(width) + self.to_draft
+        run = gamma * self.step(width) + self.to_draft
         drafting = gamma * self.step(1) + (self.to_draft if gamma else 0.0)
         interrupted = self.step(width) / 2 if width and run > verified else 0.0
         return expected_tokens(self.alpha, gamma) / (
@@ -143,8 +143,8 @@ class Simulation:
         row.block, row.ready, row.guess, row.landing = gamma, None, None, False
         self._waiting.append(row)
         if row.plan.width:
-            row.guess = Job(row.plan.width, row.plan.branch_gamma + SPARE_STEPS, lambda: self._guessed(row))
-            row.guess.asked = row.plan.branch_gamma + SPARE_STEPS
+            row.guess = Job(row.plan.width, row.plan.branch_gamma, lambda: self._guessed(row))
+            row.guess.asked = row.plan.branch_gamma
             guess = row.guess
             self._at(self.world.to_draft / 2, lambda: self._start(guess))
         self._at(0.0, self._pass)

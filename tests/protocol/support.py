@@ -70,7 +70,9 @@ def propose(request_id: int = 1, block_id: int = 0, gamma: int = 4) -> Propose:
 def branch(
     request_id: int = 1, block_id: int = 0, gamma: int = 4, tokens: tuple[int, ...] = (11, 12, 13, 14)
 ) -> Branch:
-    return Branch(request_id, 0, 3, block_id, gamma, gamma, 8, 0.75, 100, (0,), token_array([]), token_array(tokens))
+    return Branch(
+        request_id, 0, 3, block_id, gamma, gamma, 0.0, 8, 0.75, 100, (0,), token_array([]), token_array(tokens)
+    )
 
 
 def branches(message: Branch, **changes: object) -> Branches:

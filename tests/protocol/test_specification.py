@@ -95,14 +95,8 @@ def test_examples() -> None:
 def check_ahead(message: Message) -> None:
     """The example of a block in flight and its branches."""
     if isinstance(message, Branch):
-        assert (message.gamma, message.least, message.width, message.alpha, message.room, message.ends) == (
-            2,
-            1,
-            8,
-            0.75,
-            100,
-            (0,),
-        )
+        assert (message.gamma, message.least, message.seconds, message.width) == (2, 1, 0.25, 8)
+        assert (message.alpha, message.room, message.ends) == (0.75, 100, (0,))
         assert message.tokens.tolist() == [11, 12, 13, 14] and (message.base_length, message.block_id) == (12, 3)
     if isinstance(message, Branches):
         outcomes = zip(message.accepted.tolist(), message.next.tolist(), message.lengths.tolist(), strict=True)
