@@ -216,13 +216,15 @@ class Drafter:
         except (LinkError, ProtocolError) as error:
             self._failed(error)
             return ahead.none(), None
-        self._pacer.round_trips(draft=max(0.0, reply.round_trip_seconds - reply.message.seconds))
         return ahead.found(reply, accepted, token)
 
     def _learn(self, task: asyncio.Task[Reply[Branches]]) -> None:
         if not task.cancelled() and task.exception() is None:
-            branches = task.result().message
+            reply = task.result()
+            branches = reply.message
             self._pacer.drafted(branches.seconds, branches.steps, branches.rows)
+            if len(branches.accepted):  # a run that was cut short says nothing of the way
+                self._pacer.round_trips(branches=max(0.0, reply.round_trip_seconds - branches.seconds))
 
 
 class Ahead:

@@ -31,6 +31,8 @@ TOLERANCE = 0.05  # costs that moved by less leave the plan as it is: working it
 UNSEEN = 0.01  # nor do such shares of a target step matter
 FIRST_WAIT, LAST_WAIT = 16, 128  # rounds before what was given up is tried again, doubling
 TRY_COST = 0.01  # share of the time that tries may take
+SPREADS = 2.0  # mean deviations of a trip that the draft is given less time for its branches: one in ten is later
+LEAST_TIME = 1e-3  # seconds for branches where there is hardly any; 0 would be no limit
 MAX_TRY, TRY_WIDTH = 4, 8
 NEWS = 0.05  # a try that raises α by more is followed by another at once
 LATE = 3.0  # a block that takes so many times what is expected is late
@@ -54,6 +56,8 @@ class Costs:
     target: Line = field(default_factory=lambda: Line(fade=0.001))  # a pass, by the positions in it
     draft: Line = field(default_factory=Line)  # a step, by its rows
     draft_trip: Mean = field(default_factory=Mean)
+    branch_trip: Mean = field(default_factory=Mean)  # the same with branches, which are many times a block
+    branch_spread: Mean = field(default_factory=Mean)  # how far one lies from the mean
     target_trip: Mean = field(default_factory=Mean)
 
     @property
@@ -83,7 +87,7 @@ def goodput(costs: Costs, active: int, alpha: float, scale: float, gammas: Count
     Its α, and its hits against those expected. A block has γ tokens if drafted now, γ' if in one of `width` branches
     drafted while the block before was verified. From when a block is sent, until the next one
 
-    - is there, at a hit: max(pass + trip to the target, γ' wide steps + trip to the draft)
+    - is there, at a hit: max(pass + trip to the target, γ' wide steps + trip of branches)
     - has to be drafted, at a miss: pass + trip, and half a wide step where the run goes on; then γ steps + trip
 
     Several requests play ping-pong: half of them are in a pass, and who drafts is away for two passes at least. All are
@@ -92,6 +96,7 @@ def goodput(costs: Costs, active: int, alpha: float, scale: float, gammas: Count
     others = active - 1
     rows = np.where(gammas > 0, max(1.0, active / 2), active)  # of a pass, where everybody does alike
     to_draft, to_target = costs.draft_trip.value, costs.target_trip.value
+    to_branches = costs.branch_trip.value if costs.branch_trip.known else to_draft
     tau = np.array([expected_tokens(alpha, gamma) for gamma in gammas])  # [γ]
     target, draft = costs.target, costs.draft
     one_pass = target.a + max(target.b, LEAST_SLOPE * target.a) * rows * (gammas + 1)  # [γ]
@@ -105,7 +110,7 @@ def goodput(costs: Costs, active: int, alpha: float, scale: float, gammas: Count
     after_miss, after_hit = guessed[:, :, None], guessed[:, None, :]
     h = after_miss / (1 - after_hit + after_miss) * (gammas > 0)  # of the blocks: the next is γ' at a hit, γ at a miss
 
-    late = np.maximum(0.0, (run + to_draft)[:, None, :] - verify[:, None])  # [width, γ in flight, γ']
+    late = np.maximum(0.0, (run + to_branches)[:, None, :] - verify[:, None])  # [width, γ in flight, γ']
     goes_on = (late > 0) * (widths > 0)[:, None, None]
     half = goes_on * (wide / 2)[:, None, None]  # a step isn't left half done
     wait = verify[:, None] + after_miss * late + (1 - after_miss) * half
@@ -175,11 +180,18 @@ class Pacer:
         if steps > 0:
             self.costs.draft.add(rows, seconds / steps)
 
-    def round_trips(self, draft: float | None = None, target: float | None = None) -> None:
-        """Seconds of a round trip to each worker beside its compute; None: none was made."""
+    def round_trips(
+        self, draft: float | None = None, branches: float | None = None, target: float | None = None
+    ) -> None:
+        """Seconds of round trips beside the workers' compute: for a block, for branches, for a verdict; None: none."""
+        costs = self.costs
         if draft is not None:
-            self.costs.draft_trip.add(draft)
-        trip = self.costs.target_trip
+            costs.draft_trip.add(draft)
+        if branches is not None:
+            if costs.branch_trip.known:
+                costs.branch_spread.add(abs(branches - costs.branch_trip.value))
+            costs.branch_trip.add(branches)
+        trip = costs.target_trip
         if target is not None and (self.active <= 1 or not trip.known or target < 2 * trip.value):
             trip.add(target)  # with others it may have the wait for a pass in it, which the plan counts apart
 
@@ -224,9 +236,10 @@ class Pacer:
         0 where there is no limit: γ is fixed, nothing is measured, or others' passes come between.
         """
         costs = self.costs
-        if self.gamma is not None or not costs.known or self.active > 1:
+        if self.gamma is not None or not (costs.known and costs.branch_trip.known) or self.active > 1:
             return 0.0
-        return max(0.0, costs.target.at(gamma + 1) + costs.target_trip.value - costs.draft_trip.value)
+        trip = costs.branch_trip.value + SPREADS * costs.branch_spread.value
+        return max(LEAST_TIME, costs.target.at(gamma + 1) + costs.target_trip.value - trip)
 
     def deadline(self, gamma: int) -> float | None:
         """Seconds after which a row goes on without its block; None for a γ that was asked for, or unmeasured."""
