@@ -25,11 +25,11 @@ from protocol.messages import (
     Verify,
     Welcome,
 )
-from worker.table import Entry, RequestTable, Work
+from worker.table import Entry, Key, RequestTable, Work
 
 logger = logging.getLogger(__name__)
 IDLE_SECONDS = 1.0  # how long a receive waits; an abort or a shutdown wakes it at once
-GATHER_SHARE, GATHER_SECONDS = 0.03, 0.002  # of a step, and at most: the wait for rows that were just answered
+GATHER_SHARE, GATHER_SECONDS = 0.1, 0.004  # of a step, and at most: the wait for rows that were just answered
 
 
 class Engine(Protocol):
@@ -82,6 +82,7 @@ class WorkerLoop:
         self._passes = 0
         self._step_seconds = 0.0
         self._answered = 0  # requests that the last step answered
+        self._plain: set[Key] = set()  # of these, those that had no block: they are back as soon as they can be
 
     def run(self) -> None:
         self._endpoint.status.update(state="ready")
@@ -91,13 +92,15 @@ class WorkerLoop:
 
     def _gathered(self, pending: list[tuple[Peer, Message]]) -> list[tuple[Peer, Message]]:
         """`pending`, and what the rows of the last step send in a moment: a step that left without them would have a
-        few of them each time, and take as long.
+        few of them each time, and take as long. Without blocks two groups that take turns become one; with blocks they
+        stay apart, since one is drafted for while the other is verified.
         """
         deadline = time.monotonic() + min(GATHER_SECONDS, GATHER_SHARE * self._step_seconds)
         while (pending or self._engine.busy) and not self._endpoint.stopping.is_set():
-            came = sum(isinstance(message, self._engine.work_types) for _, message in pending)
+            work = [(peer, message) for peer, message in pending if isinstance(message, self._engine.work_types)]
+            back = self._plain.intersection((peer, message.request_id) for peer, message in work)
             left = deadline - time.monotonic()
-            if came >= self._answered or left <= 0:
+            if (len(work) >= self._answered and back == self._plain) or left <= 0:
                 break
             pending += self._endpoint.receive(left)
         return pending
@@ -179,7 +182,9 @@ class WorkerLoop:
             self._fail_pass(error)
             return
         self._step_seconds = time.monotonic() - started
-        self._answered = sum(entry.work is not None for entry, _ in replies)
+        worked = [entry for entry, _ in replies if entry.work is not None]
+        self._answered = len(worked)
+        self._plain = {one.key for one in worked if isinstance(one.work, Verify) and not one.work.tokens.size}
         for entry, reply in replies:
             self._reply(entry, reply)
 

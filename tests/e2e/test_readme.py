@@ -1,4 +1,4 @@
-"""Every command and program of the README runs. The two that set things up are run by .ci/run, from the README itself.
+"""Every command and program of the README, and every command of two pages, runs. The two that set things up are run by .ci/run, from the README itself.
 
 Toy models stand in for the models, and this machine's CPU for GPUs: what is tested is that flags, files and names exist
 and do what the page says.
@@ -27,24 +27,29 @@ STAND_INS = {
     "gpu0": "cpu",
     "gpu1": "cpu",
 }
-SHORTENED = {"scripts/measure_pair.py": ("--limit", "1", "--temperatures", "0")}
+SHORTENED = {"scripts/measure_bars.py": ("--only", "wide-coupled", "--seeds", "1")}  # the last of two flags counts
 ENVIRONMENT = {"SPECDEC_TARGET_MODEL": TARGET, "SPECDEC_DRAFT_MODEL": DRAFT, "SPECDEC_MAX_TOKENS": "8"}
 
 
-def blocks(language: str, *, marked: bool) -> list[str]:
-    """The README's code blocks in one language; `marked`: those that CI runs."""
-    found = re.findall(rf"(<!-- ci: \w+ -->\n)?```{language}\n(.*?)```", README, re.DOTALL)
+def blocks(language: str, *, marked: bool, page: str = README) -> list[str]:
+    """A page's code blocks in one language; `marked`: those that CI runs."""
+    found = re.findall(rf"(<!-- ci: \w+ -->\n)?```{language}\n(.*?)```", page, re.DOTALL)
     return [text for mark, text in found if bool(mark) is marked]
 
 
-def commands() -> list[list[str]]:
+def commands(page: str = README) -> list[list[str]]:
     """One list of words a command, comments and line continuations read as a shell does."""
-    text = "\n".join(blocks("sh", marked=False)).replace("\\\n", " ")
+    text = "\n".join(blocks("sh", marked=False, page=page)).replace("\\\n", " ")
     return [words for line in text.splitlines() if (words := shlex.split(line, comments=True))]
 
 
 def stood_in(words: list[str]) -> list[str]:
-    return [STAND_INS.get(word, word) for word in words]
+    return [str(ROOT / word) if word.startswith("scripts/") else STAND_INS.get(word, word) for word in words]
+
+
+def python(words: list[str]) -> list[str]:
+    """A script's command, shortened."""
+    return [sys.executable, *stood_in([*words[1:], *SHORTENED.get(words[1], ())])]
 
 
 def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -88,12 +93,19 @@ def test_a_draft_elsewhere(tmp_path: Path, by_hand: Callable[..., WorkerByHand])
 def test_scripts(tmp_path: Path) -> None:
     for words in commands():
         if words[0] == "python":
-            words = [*words, *SHORTENED.get(words[1], ())]
-            done = run(
-                [sys.executable, *(str(ROOT / word) if word.startswith("scripts/") else word for word in words[1:])],
-                tmp_path,
-            )
+            done = run(python(words), tmp_path)
             assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", ["benchmarks", "performance"])
+def test_commands_of_a_page(page: str, tmp_path: Path) -> None:
+    """One after another in one folder: a later one reads what an earlier one wrote."""
+    found = commands((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
+    assert found
+    for words in found:
+        orchestrator = [sys.executable, "-m", "orchestrator", *stood_in(words)[1:]]
+        done = run(python(words) if words[0] == "python" else orchestrator, tmp_path)
+        assert done.returncode == 0, (words, done.stderr)
 
 
 def test_every_command_is_run_by_a_test() -> None:
