@@ -123,7 +123,7 @@ def bench(run: str, seed: int, folder: Path) -> Report:
     """The report of a run, from its file where it was made before. Raises click.ClickException when it fails."""
     path = folder / f"{run}-{seed}.json"
     if not path.exists():
-        command = ["specdec-orchestrator", "bench", *RUNS[run], "--seed", str(seed), "--json", str(path)]
+        command = [sys.executable, "-m", "orchestrator", "bench", *RUNS[run], "--seed", str(seed), "--json", str(path)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise click.ClickException(f"{' '.join(command)} failed: {done.stderr[-2000:]}")

@@ -1,4 +1,6 @@
-"""Every command and program of the README, and every command of two pages, runs. The two that set things up are run by .ci/run, from the README itself.
+"""Every command and program of the README, and every command of two pages, runs.
+
+The two that set things up are run by .ci/run, from the README itself.
 
 Toy models stand in for the models, and this machine's CPU for GPUs: what is tested is that flags, files and names exist
 and do what the page says.
@@ -53,7 +55,8 @@ def python(words: list[str]) -> list[str]:
 
 
 def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {} if "--synthetic" in words else ENVIRONMENT  # synthetic devices are their own stand-ins
+    synthetic = any(word == "--synthetic" or word.endswith("measure_bars.py") for word in words)
+    environment = {} if synthetic else ENVIRONMENT  # synthetic devices are their own stand-ins
     return subprocess.run(
         words, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=120, check=False
     )
