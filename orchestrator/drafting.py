@@ -234,7 +234,8 @@ class Ahead:
         self.task = task
         self._plan = plan
         self._source = source
-        self._started = self._ended = time.perf_counter()
+        self._started = time.perf_counter()
+        self._ended: float | None = None
         task.add_done_callback(self._note_end)
 
     def _note_end(self, _: object) -> None:
@@ -256,7 +257,7 @@ class Ahead:
             rows=branches.rows,
             steps=branches.steps,
             bytes_received=reply.bytes_received,
-            span=Span(self._started, self._ended),
+            span=Span(self._started, self._ended or time.perf_counter()),  # done this moment: its callback comes later
         )
         if place is None:
             return told, None
