@@ -6,6 +6,7 @@ Imports torch and this package's noise.
 from __future__ import annotations
 
 import math
+import sys
 
 import torch
 from torch import Tensor
@@ -39,9 +40,9 @@ def race(log_p: Tensor, seeds: Seeds, stream: Streams, positions: Positions, ids
 
 
 def rows_together(log_p: Tensor) -> int:
-    """How many rows like those of `log_p` [N, V] race in little more time than one: all of them on an accelerator."""
+    """How many rows like those of `log_p` [N, V] race in little more time than one: any number on an accelerator."""
     if log_p.device.type != "cpu":
-        return len(log_p)
+        return sys.maxsize
     return max(1, _TOGETHER_WORDS // log_p.shape[1])
 
 
