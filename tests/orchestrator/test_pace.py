@@ -202,3 +202,21 @@ def test_guesses_that_never_hit_are_given_up() -> None:
         plan = pace.plan()
         pace.add(plan.gamma, min(plan.gamma, 4), plan.gamma > 4, False if plan.width else None)
     assert pacer.scale.value < 0.5 and pace.plan().width < hopeful.width
+
+
+def test_time_for_branches_ends_before_the_verdict() -> None:
+    """The pass and its trip, less the branches' way and what that varies by; no limit where nothing tells."""
+    pacer = Pacer(None, overlap=True)
+    pacer.request()
+    assert pacer.time_for_branches(4) == 0.0  # nothing measured
+    for branches in (0.003, 0.005) * 40:
+        pacer.verified(0.030, 5)
+        pacer.drafted(0.015, 3, 8)
+        pacer.round_trips(draft=0.002, branches=branches, target=0.001)
+    left = 0.030 + 0.001 - pacer.time_for_branches(4)
+    assert 0.005 < left < 0.008  # 4 ms, and twice a deviation of 1 ms
+    pacer.request()
+    assert pacer.time_for_branches(4) == 0.0  # another's pass may come between
+    fixed = Pacer(4, overlap=True, costs=pacer.costs)
+    fixed.request()
+    assert fixed.time_for_branches(4) == 0.0
