@@ -55,7 +55,7 @@ class Foreseen:
 class ModelDraftEngine:
     """Proposes blocks, and branches ahead of them, with one executor."""
 
-    gathers = False
+    threaded = False
     work_types: tuple[type[Work], ...] = (Propose, Branch)
 
     def __init__(self, executor: Executor) -> None:

@@ -35,7 +35,7 @@ def continuation(tokens: Sequence[int], gamma: int, longest: int = LONGEST_MATCH
 class NgramDraftEngine:
     """Looks each request's last tokens up in what it holds already. It costs too little to be done ahead (Branch)."""
 
-    gathers = False
+    threaded = False
     work_types: tuple[type[Work], ...] = (Propose,)
 
     def __init__(self) -> None:

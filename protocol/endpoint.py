@@ -73,7 +73,7 @@ class Endpoint:
     def receive(self, timeout_seconds: float | None = None) -> list[tuple[Peer, Message]]:
         """All that waits, after waiting up to timeout_seconds (None: for ever) for the first.
 
-        Returns early, maybe with nothing, when an abort arrived, the endpoint is stopping, or what came was malformed
+        Returns early, maybe with nothing, at wake(), when an abort arrived, the endpoint is stopping, or what came was malformed
         (its sender has the answer already). Only messages meant for a worker are returned.
         """
         if timeout_seconds and timeout_seconds < 0:
@@ -119,6 +119,10 @@ class Endpoint:
     def stop(self) -> None:
         """Set `stopping` and wake receive(). From any thread, and from a signal handler."""
         self.stopping.set()
+        self._waker.wake()
+
+    def wake(self) -> None:
+        """Let a receive() that waits return. From any thread."""
         self._waker.wake()
 
     def close(self) -> None:

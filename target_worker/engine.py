@@ -6,6 +6,7 @@ options share a pass; only the comparison afterwards is done by mode.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class Checked:
 class TargetEngine:
     """Verifies blocks with one executor. A pass takes at most `pass_tokens` tokens (one block always fits)."""
 
-    gathers = True
+    threaded = True
     work_types: tuple[type[Work], ...] = (Verify,)
 
     def __init__(self, executor: Executor, pass_tokens: int = PASS_TOKENS) -> None:
@@ -56,6 +57,7 @@ class TargetEngine:
         self._waiting: list[Checked] = []  # in the order of arrival
         self._refused: list[tuple[Entry, Message]] = []  # answers that need no pass
         self._prefill = PrefillQueue()
+        self._lock = threading.Lock()  # around what `start`, beside a pass, adds to
         self.in_hand: list[Entry] = []
 
     def warm_up(self) -> None:
@@ -103,15 +105,20 @@ class TargetEngine:
         """A block whose q̃ is malformed fails alone."""
         assert isinstance(message, Verify)
         try:
-            self._waiting.append(self._checked(entry, message))
+            checked = self._checked(entry, message)
         except ProtocolError as error:
-            self._refused.append((entry, failure(message, error)))
+            with self._lock:
+                self._refused.append((entry, failure(message, error)))
+        else:
+            with self._lock:
+                self._waiting.append(checked)
 
     def step(self) -> list[tuple[Entry, Message]]:
         """One pass over the blocks that wait, oldest first, and a piece of the prompts that wait."""
         started = time.perf_counter()
-        replies, self._refused = self._refused, []
-        batch, chosen = self._chosen()
+        with self._lock:
+            replies, self._refused = self._refused, []
+            batch, chosen = self._chosen()
         room = self._pass_tokens - sum(len(extension.tokens) for extension in batch)
         pieces = self._prefill.take(min(room, BESIDE_WORK if batch else ALONE))
         self.in_hand = [one.entry for one in chosen] + [piece.entry for piece in pieces]
@@ -120,9 +127,11 @@ class TargetEngine:
         replies += self._prefill.fed(pieces)
         if chosen:
             outcomes = self._verify(chosen, logits[: len(chosen)])
+            for one, outcome in zip(chosen, outcomes, strict=True):
+                self._settle(one, outcome)
             cost = (time.perf_counter() - started, len(chosen), sum(len(extension.tokens) for extension in batch))
             for one, outcome in zip(chosen, outcomes, strict=True):
-                replies.append((one.entry, self._settle(one, outcome, cost)))
+                replies.append((one.entry, _answer(one, outcome, cost)))
         return replies
 
     def _chosen(self) -> tuple[list[Extension], list[Checked]]:
@@ -170,30 +179,37 @@ class TargetEngine:
                 outcomes.update(zip(chosen, _verify_group(mode, group, [logits[i] for i in chosen]), strict=True))
         return [outcomes[index] for index in range(len(checked))]
 
-    def _settle(self, one: Checked, outcome: Outcome, cost: tuple[float, int, int]) -> Message:
-        """Keep the accepted prefix on the row, and make the verdict; cost: seconds, rows, positions of the pass."""
-        entry, message = one.entry, one.message
+    def _settle(self, one: Checked, outcome: Outcome) -> None:
+        """Keep the accepted prefix on the row."""
+        entry = one.entry
         if outcome.error is not None:
             self._executor.truncate(entry.row, 0)  # nothing computed from a NaN may stay
             entry.cached = []
-            return failure(message, ProtocolError(FailureCode.NAN, outcome.error))
+            return
         entry.tokens += [*one.tokens[: outcome.accepted], outcome.token]
         kept = len(entry.tokens) - 1  # the new token isn't fed yet
         self._executor.truncate(entry.row, kept)
         entry.cached = entry.tokens[:kept]
-        entry.verdict = Verdict(
-            request_id=message.request_id,
-            epoch=message.epoch,
-            base_length=message.base_length,
-            block_id=message.block_id,
-            accepted=outcome.accepted,
-            token=outcome.token,
-            origin=outcome.origin,
-            seconds=cost[0],
-            rows=cost[1],
-            positions=cost[2],
-        )
-        return entry.verdict
+
+
+def _answer(one: Checked, outcome: Outcome, cost: tuple[float, int, int]) -> Message:
+    """The verdict, which the entry keeps; cost: seconds, rows, positions of the pass."""
+    entry, message = one.entry, one.message
+    if outcome.error is not None:
+        return failure(message, ProtocolError(FailureCode.NAN, outcome.error))
+    entry.verdict = Verdict(
+        request_id=message.request_id,
+        epoch=message.epoch,
+        base_length=message.base_length,
+        block_id=message.block_id,
+        accepted=outcome.accepted,
+        token=outcome.token,
+        origin=outcome.origin,
+        seconds=cost[0],
+        rows=cost[1],
+        positions=cost[2],
+    )
+    return entry.verdict
 
 
 def _verify_group(mode: str, group: Sequence[Checked], logits: Sequence[Tensor]) -> list[Outcome]:

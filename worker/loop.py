@@ -1,13 +1,16 @@
 """The receive loop of a worker: take what has come, run one step of the engine, answer. Knows messages, not models.
 
-Imports protocol only. Requests join and leave between two steps: what comes while one runs is taken before the next.
+Imports protocol only. Requests join and leave between two steps. Where the engine allows it and there are several
+requests, a step runs in a thread: what comes meanwhile is read and checked beside it, what it answered is sent beside
+the next one, and the device has hardly a pause.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from protocol.endpoint import Endpoint, Peer
@@ -25,11 +28,12 @@ from protocol.messages import (
     Verify,
     Welcome,
 )
+from worker.returning import Returning
 from worker.table import Entry, Key, RequestTable, Work
 
 logger = logging.getLogger(__name__)
 IDLE_SECONDS = 1.0  # how long a receive waits; an abort or a shutdown wakes it at once
-GATHER_SHARE, GATHER_SECONDS = 0.1, 0.004  # of a step, and at most: the wait for rows that were just answered
+Replies = list[tuple[Entry, Message]]
 
 
 class Engine(Protocol):
@@ -40,8 +44,8 @@ class Engine(Protocol):
         """The messages that it works on."""
 
     @property
-    def gathers(self) -> bool:
-        """Whether a step waits a moment for the requests that the one before it answered."""
+    def threaded(self) -> bool:
+        """Whether `check` and `start` may be called for other requests while `step` runs in another thread."""
 
     @property
     def busy(self) -> bool:
@@ -63,7 +67,7 @@ class Engine(Protocol):
     def start(self, entry: Entry, message: Work) -> None:
         """Work on `message` in the steps to come; `entry` follows it already."""
 
-    def step(self) -> list[tuple[Entry, Message]]:
+    def step(self) -> Replies:
         """One pass of the model over what is there, and the replies that are ready after it."""
 
     def close(self, entry: Entry) -> None:
@@ -80,50 +84,93 @@ class WorkerLoop:
         self._engine = engine
         self._table = RequestTable()
         self._passes = 0
+        self._step: Future[Replies] | None = None  # runs in the thread
         self._step_seconds = 0.0
-        self._answered = 0  # requests that the last step answered
-        self._plain: set[Key] = set()  # of these, those that had no block: they are back as soon as they can be
+        self._kept: list[tuple[Peer, Message]] = []  # what changes rows, and came while a step ran
+        self._plain, self._drafted = Returning(), Returning()
+        self._drafting: set[Key] = set()  # answered by the last step, with a block: the next one has them drafted for
+        self._ready: set[Key] = set()  # have work for the next step
 
     def run(self) -> None:
         self._endpoint.status.update(state="ready")
-        while not self._endpoint.stopping.is_set():
-            pending = self._endpoint.receive(0.0 if self._engine.busy else IDLE_SECONDS)
-            self.step(self._gathered(pending) if self._engine.gathers else pending)
-
-    def _gathered(self, pending: list[tuple[Peer, Message]]) -> list[tuple[Peer, Message]]:
-        """`pending`, and what the rows of the last step send in a moment: a step that left without them would have a
-        few of them each time, and take as long. Without blocks two groups that take turns become one; with blocks they
-        stay apart, since one is drafted for while the other is verified.
-        """
-        deadline = time.monotonic() + min(GATHER_SECONDS, GATHER_SHARE * self._step_seconds)
-        while (pending or self._engine.busy) and not self._endpoint.stopping.is_set():
-            work = [(peer, message) for peer, message in pending if isinstance(message, self._engine.work_types)]
-            back = self._plain.intersection((peer, message.request_id) for peer, message in work)
-            left = deadline - time.monotonic()
-            if (len(work) >= self._answered and back == self._plain) or left <= 0:
-                break
-            pending += self._endpoint.receive(left)
-        return pending
+        with ThreadPoolExecutor(1, "specdec-pass") as thread:
+            while not self._endpoint.stopping.is_set():
+                if self._engine.threaded:
+                    self._turn(thread)
+                else:
+                    self.step(self._endpoint.receive(0.0 if self._engine.busy else IDLE_SECONDS))
 
     @property
     def busy(self) -> bool:
         return self._engine.busy
 
     def step(self, pending: Sequence[tuple[Peer, Message]]) -> None:
-        """Take everything in `pending`, then run one step over all that is there."""
+        """Take everything in `pending`, then run one step over all that is there, and answer."""
+        self._take_all(pending)
+        self._take_kept()
+        if self._engine.busy:
+            self._send(self._ended(self._run))
+        self._endpoint.status.update(requests=len(self._table), passes=self._passes)
+
+    # ------------------------------------------------------------ a step beside what comes
+
+    def _turn(self, thread: ThreadPoolExecutor) -> None:
+        """Take what comes; once no step runs, begin the next one, then answer for the last one."""
+        self._take_all(self._endpoint.receive(self._patience()))
+        replies: Replies = []
+        if self._step is not None:
+            if not self._step.done():
+                return
+            replies = self._ended(self._step.result)
+            self._step = None
+        self._take_kept()
+        if self._engine.busy and not self._wait():
+            self._ready.clear()
+            if len(self._table) > 1:
+                self._step = thread.submit(self._run)
+                self._step.add_done_callback(lambda _: self._endpoint.wake())
+            else:  # nobody else to take anything from: a thread would cost .3 ms to and fro
+                replies += self._ended(self._run)
+        self._send(replies)
+        self._endpoint.status.update(requests=len(self._table), passes=self._passes)
+
+    def _patience(self) -> float:
+        """Seconds that a receive may wait."""
+        return IDLE_SECONDS if self._step is not None or not self._engine.busy else self._wait()
+
+    def _wait(self) -> float:
+        """Seconds to wait for requests that should be back: those that go on without a block at once after their
+        verdict, the others after the next pass, in which they are drafted for. So two groups without blocks become one.
+        """
+        now, ready = time.monotonic(), len(self._ready)
+        return max(each.wait(now, self._step_seconds, ready) for each in (self._plain, self._drafted))
+
+    # ------------------------------------------------------------ what comes
+
+    def _take_all(self, pending: Sequence[tuple[Peer, Message]]) -> None:
+        """Take each, or keep it until no step runs; of one request in the order in which they came."""
         for peer, message in pending:
+            if self._step is not None and (isinstance(message, (Open, Close)) or self._follows_kept(peer, message)):
+                self._kept.append((peer, message))
+                continue
             try:
                 self._take(peer, message)
             except ProtocolError as error:
                 self._endpoint.send(peer, failure(message, error))
+
+    def _follows_kept(self, peer: Peer, message: Message) -> bool:
+        key = (peer, getattr(message, "request_id", None))
+        return any(key == (other, getattr(kept, "request_id", None)) for other, kept in self._kept)
+
+    def _take_kept(self) -> None:
+        """What changes rows, between two steps."""
+        kept, self._kept = self._kept, []
+        self._take_all(kept)
         for key in self._endpoint.take_aborts():
             self._close(key)
         for departed in self._endpoint.take_departed():  # an orchestrator that is gone asks for nothing more
             for key in self._table.of(departed):
                 self._close(key)
-        if self._engine.busy:
-            self._pass()
-        self._endpoint.status.update(requests=len(self._table), passes=self._passes)
 
     def _take(self, peer: Peer, message: Message) -> None:
         if isinstance(message, Hello):
@@ -166,25 +213,47 @@ class WorkerLoop:
         entry.follow(message.base_length, message.tail.tolist())
         entry.work = message
         self._engine.start(entry, message)
+        now = time.monotonic()
+        self._ready.add(entry.key)
+        self._drafting.discard(entry.key)
+        self._plain.back(entry.key, now)
+        self._drafted.back(entry.key, now)
 
     def _close(self, key: tuple[Peer, int]) -> None:
         entry = self._table.remove(key)
         if entry is not None:
             self._engine.close(entry)
+        self._ready.discard(key)
+        self._drafting.discard(key)
+        self._plain.gone(key)
+        self._drafted.gone(key)
 
-    def _pass(self) -> None:
-        self._passes += 1
+    # ------------------------------------------------------------ steps and what they answer
+
+    def _run(self) -> Replies:
         started = time.monotonic()
+        replies = self._engine.step()
+        self._step_seconds = time.monotonic() - started
+        return replies
+
+    def _ended(self, step: Callable[[], Replies]) -> Replies:
+        """The replies of a step: what they answer isn't being worked on any more. Sends nothing, but what failed."""
+        self._passes += 1
         try:
-            replies = self._engine.step()
+            replies = step()
         except Exception as error:  # an engine's own checks come before: this is a fault; the process lives on
             logger.exception("a pass failed")
             self._fail_pass(error)
-            return
-        self._step_seconds = time.monotonic() - started
-        worked = [entry for entry, _ in replies if entry.work is not None]
-        self._answered = len(worked)
-        self._plain = {one.key for one in worked if isinstance(one.work, Verify) and not one.work.tokens.size}
+            return []
+        verified = [entry for entry, _ in replies if isinstance(entry.work, Verify)]
+        blocks = {entry.key for entry in verified if entry.work.tokens.size}
+        now = time.monotonic()
+        self._plain.expect({entry.key for entry in verified} - blocks, now, self._step_seconds)
+        self._drafted.expect(self._drafting, now, self._step_seconds)
+        self._drafting = blocks
+        return replies
+
+    def _send(self, replies: Replies) -> None:
         for entry, reply in replies:
             self._reply(entry, reply)
 

@@ -56,15 +56,24 @@ def window(batch: Batch) -> Window:
 
 
 def rates(batch: Batch) -> Rates:
-    """A pass that several rounds shared counts once: each of its `rows` brings seconds / rows of it."""
+    """A pass that several rounds shared counts once: each of its `rows` brings seconds / rows of it.
+
+    Of a pass that the window cuts only the part within it counts.
+    """
     span = window(batch)
     samples = span.samples(batch)
     passes = sum(1 / one.rows for one in samples)
     return Rates(
         tokens_per_second=sum(one.emitted for one in samples) / span.seconds,
-        target_busy=sum(one.verify_seconds / one.rows for one in samples) / span.seconds,
+        target_busy=sum(_within(span, one) / one.rows for stream in batch.streams for one in stream.samples)
+        / span.seconds,
         rows_per_pass=len(samples) / passes if passes else 0.0,
     )
+
+
+def _within(span: Window, one: Sample) -> float:
+    """Seconds of the round's pass that lie in the window."""
+    return max(0.0, min(one.at, span.end) - max(one.at - one.verify_seconds, span.start))
 
 
 def steady_samples(batches: Iterable[Batch]) -> list[Sample]:
