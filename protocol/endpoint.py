@@ -73,8 +73,8 @@ class Endpoint:
     def receive(self, timeout_seconds: float | None = None) -> list[tuple[Peer, Message]]:
         """All that waits, after waiting up to timeout_seconds (None: for ever) for the first.
 
-        Returns early, maybe with nothing, at wake(), when an abort arrived, the endpoint is stopping, or what came was malformed
-        (its sender has the answer already). Only messages meant for a worker are returned.
+        Returns early, maybe with nothing, at wake(), when an abort arrived, the endpoint is stopping, or what came was
+        malformed (its sender has the answer already). Only messages meant for a worker are returned.
         """
         if timeout_seconds and timeout_seconds < 0:
             timeout_seconds = 0.0

@@ -33,6 +33,7 @@ from worker.table import Entry, Key, RequestTable, Work
 
 logger = logging.getLogger(__name__)
 IDLE_SECONDS = 1.0  # how long a receive waits; an abort or a shutdown wakes it at once
+LEAST_THREADED = 0.003  # seconds of a step; to a thread and back takes 0.3 ms, and a short pass is a small one
 Replies = list[tuple[Entry, Message]]
 
 
@@ -126,10 +127,10 @@ class WorkerLoop:
         self._take_kept()
         if self._engine.busy and not self._wait():
             self._ready.clear()
-            if len(self._table) > 1:
+            if len(self._table) > 1 and self._step_seconds > LEAST_THREADED:
                 self._step = thread.submit(self._run)
                 self._step.add_done_callback(lambda _: self._endpoint.wake())
-            else:  # nobody else to take anything from: a thread would cost .3 ms to and fro
+            else:  # nobody else to take anything from, or hardly any time for it
                 replies += self._ended(self._run)
         self._send(replies)
         self._endpoint.status.update(requests=len(self._table), passes=self._passes)
@@ -245,10 +246,11 @@ class WorkerLoop:
             logger.exception("a pass failed")
             self._fail_pass(error)
             return []
-        verified = [entry for entry, _ in replies if isinstance(entry.work, Verify)]
-        blocks = {entry.key for entry in verified if entry.work.tokens.size}
+        works = [(entry.key, entry.work) for entry, _ in replies]
+        blocks = {key for key, work in works if isinstance(work, Verify) and work.tokens.size}
+        plain = {key for key, work in works if isinstance(work, Verify) and not work.tokens.size}
         now = time.monotonic()
-        self._plain.expect({entry.key for entry in verified} - blocks, now, self._step_seconds)
+        self._plain.expect(plain, now, self._step_seconds)
         self._drafted.expect(self._drafting, now, self._step_seconds)
         self._drafting = blocks
         return replies

@@ -25,7 +25,11 @@ REQUESTS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("table", [ORDER_2, HASH], ids=["order 2", "hash of the whole prefix"])
+@pytest.mark.parametrize(
+    "table",
+    [ORDER_2, HASH, HASH | {"delay_ms": 5}],
+    ids=["order 2", "hash of the whole prefix", "passes long enough to be run in a thread"],
+)
 def test_each_equals_its_solo_run(run: Run, table: dict[str, Any]) -> None:
     async def all_of_it() -> tuple[list[Taken], list[Taken], list[Taken]]:
         async with runtime_of(toy(**table), toy(**table, noise=0.8, noise_seed=3)) as runtime:
