@@ -62,6 +62,11 @@ class Run:
         """Scores that are still to be read, of the last places."""
         return len(self.block) + 1 - self.forked if any(self.counts[self.forked :]) else 0
 
+    @property
+    def due(self) -> float:
+        """When the answer should leave, where the message says so."""
+        return self.started + self.message.seconds
+
     def done(self, step_seconds: float) -> bool:
         """Nothing is missing, or what is can be done without, and a step more would keep the answer too long."""
         if self.reads:
@@ -69,7 +74,7 @@ class Run:
         growing = [branch for branch in self.branches if branch.wants_more]
         if not growing or not self.message.seconds:
             return not growing
-        late = time.perf_counter() + step_seconds > self.started + self.message.seconds
+        late = time.perf_counter() + step_seconds > self.due
         return late and all(len(branch.tokens) >= self.message.least for branch in growing)
 
     def length(self, kept: int, *, behind: bool = False) -> int:
@@ -91,6 +96,10 @@ class Run:
             if message.base_length == base + kept + 1 and came == [*self.block[:kept], token]:
                 return branch
         return None
+
+    def unread(self) -> list[Drafting]:
+        """Branches whose last token can be read: each may be the next block in flight, and forked behind."""
+        return [one for one in self.branches if one.tokens and not one.broken and one.position <= self.context_length]
 
     def foreseen(self) -> list[Place]:
         """Noise that guesses at the outcomes of this run's branches will read.

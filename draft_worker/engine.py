@@ -30,6 +30,7 @@ from worker.sampling import check_open
 from worker.table import Entry, Key, Work
 
 AT_ONCE = 4  # rows of noise drawn in a step for which nobody waits
+AT_ONCE_SECONDS = 3e-4
 
 
 @dataclass
@@ -46,10 +47,12 @@ class Asked:
 
 @dataclass
 class Foreseen:
-    """Noise that isn't drawn yet, the places that are needed first in front."""
+    """What the message after a finished run will need, got ready while nobody waits."""
 
     entry: Entry
-    places: list[Place]
+    places: list[Place]  # of noise, what is needed first in front
+    branches: list[Drafting]  # whose last tokens aren't read yet: each may be the next block in flight
+    latest: float  # when a pass that reads them must begin, to end before that message comes
 
 
 class ModelDraftEngine:
@@ -64,8 +67,10 @@ class ModelDraftEngine:
         self._asked: dict[Key, Asked] = {}
         self._runs: dict[Key, Run] = {}  # unfinished, or the last one finished: its branches wait for the outcome
         self._latest: dict[Key, Drafting] = {}  # the block that the request's own row has drawn last
-        self._foreseen: list[Foreseen] = []  # noise that guesses at finished runs' outcomes will read
+        self._foreseen: list[Foreseen] = []
         self._cut_short: list[tuple[Entry, Message]] = []  # what unfinished runs have cost
+        self._pause = 0.0  # seconds between when a run is due and the message after it
+        self._passed = 0.0  # when the last pass for which nobody waited ended
         self._prefill = PrefillQueue()
         self.in_hand: list[Entry] = []
 
@@ -105,6 +110,8 @@ class ModelDraftEngine:
 
     def start(self, entry: Entry, message: Work) -> None:
         run = self._runs.get(entry.key)
+        if run is not None and run.answered and run.message.seconds:
+            self._note_pause(time.perf_counter() - run.due)
         if isinstance(message, Branch):
             latest = self._latest_of(entry, run.follows(message) if run is not None else None)
             known = latest.scores if latest is not None and _drew(latest, message) else []
@@ -114,6 +121,8 @@ class ModelDraftEngine:
         if run is not None and not run.answered and run.steps:
             self._cut_short.append((entry, run.reply([])))
         branch = run.follows(message) if run is not None else None
+        if branch is not None:
+            del branch.scores[len(branch.tokens) :]  # it grows from its last token, which is fed again
         self._latest_of(entry, branch)
         if branch is None or not (branch.tokens or branch.wants_more):
             branch = self._afresh(entry, message)
@@ -121,16 +130,21 @@ class ModelDraftEngine:
         branch.gamma = min(branch.gamma, max(message.gamma, ready))
         self._asked[entry.key] = Asked(entry, message, branch)
 
+    def _note_pause(self, seconds: float) -> None:
+        """A message came so long after the run before it was due. One that waited for a pass tells nothing."""
+        if time.perf_counter() - self._passed > AT_ONCE_SECONDS:
+            self._pause += (seconds - self._pause) / 8
+
     def step(self) -> list[tuple[Entry, Message]]:
         """One pass over all that grows; the blocks and branches that are complete after it."""
         began = time.perf_counter()
         asked = [one for one in self._asked.values() if one.drafting.wants_more]
         runs = self._unfinished()
         pieces = self._prefill.take(BESIDE_WORK if asked or runs else ALONE)
-        if self._foreseen and not (self._asked or runs or pieces):  # nobody waits
-            self._foresee()
         self.in_hand = [one.entry for one in asked] + [run.entry for run in runs]
         self.in_hand += [piece.entry for piece in pieces]
+        if self._foreseen and not (self._asked or runs or pieces):  # nobody waits
+            self._foresee()
 
         for run in runs:
             known, run.known = run.known, []
@@ -192,12 +206,29 @@ class ModelDraftEngine:
                 run.branches.append(Drafting(entry, row, base + kept + 1, run.length(kept, behind=behind), [token]))
 
     def _foresee(self) -> None:
-        """Draw some of the noise that will be read; few rows, since what comes meanwhile waits."""
+        """Draw some noise, or read what the branches end with: little at a time, since what comes meanwhile waits."""
         one = self._foreseen[-1]
-        self._drawer.noise.fill(one.places[:AT_ONCE], one.entry.opened.vocab_size)
-        del one.places[:AT_ONCE]
-        if not one.places:
+        if one.places:
+            self._drawer.noise.fill(one.places[:AT_ONCE], one.entry.opened.vocab_size)
+            del one.places[:AT_ONCE]
+        elif one.branches and time.perf_counter() < one.latest:
+            self.in_hand = [one.entry]
+            self._read_last(one.branches)
+            one.branches = []
+            self._passed = time.perf_counter()
+        if not (one.places or (one.branches and time.perf_counter() < one.latest)):
             self._foreseen.pop()
+
+    def _read_last(self, branches: Sequence[Drafting]) -> None:
+        """What follows each branch, should it be the next block in flight: that run needs no pass to fork behind it."""
+        logits = self._executor.extend([Extension(one.row, self._known(one.feed), 1) for one in branches])
+        scores = scores_of(logits, [one.entry for one in branches])
+        whole = torch.cat(scores).amax(dim=-1).isfinite().tolist()
+        for one, score, is_whole in zip(branches, scores, whole, strict=True):
+            if is_whole:
+                one.scores.append(score[0])
+            else:
+                self._executor.truncate(one.row, one.held)
 
     def _finished(self, runs: Sequence[Run], step_seconds: float) -> list[tuple[Entry, Message]]:
         replies: list[tuple[Entry, Message]] = []
@@ -208,7 +239,9 @@ class ModelDraftEngine:
             if run.done(step_seconds):
                 run.answered = True
                 replies.append((run.entry, run.reply(list(zip(run.outcomes, run.branches, strict=True)))))
-                self._foreseen.append(Foreseen(run.entry, run.foreseen()))
+                unread = run.unread() if run.message.seconds else []
+                latest = run.due + self._pause - step_seconds
+                self._foreseen.append(Foreseen(run.entry, run.foreseen(), unread, latest))
         return replies
 
     def _block(self, asked: Asked) -> Message:
