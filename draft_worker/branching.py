@@ -98,7 +98,9 @@ class Run:
         return None
 
     def unread(self) -> list[Drafting]:
-        """Branches whose last token can be read: each may be the next block in flight, and forked behind."""
+        """Branches to read to their end: each may be the next block in flight. None where no time for it is known."""
+        if not self.message.seconds:
+            return []
         return [one for one in self.branches if one.tokens and not one.broken and one.position <= self.context_length]
 
     def foreseen(self) -> list[Place]:

@@ -6,6 +6,7 @@ message of its request: branches fork off there, without reading anything again.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,8 @@ from worker.sampling import check_open
 from worker.table import Entry, Key, Work
 
 AT_ONCE = 4  # rows of noise drawn in a step for which nobody waits
-AT_ONCE_SECONDS = 3e-4
+JUST_NOW = 3e-4  # seconds: a message that comes so soon after a pass had waited for its end
+PAUSES = 8  # how many messages the estimate of the pause before them remembers
 
 
 @dataclass
@@ -69,8 +71,8 @@ class ModelDraftEngine:
         self._latest: dict[Key, Drafting] = {}  # the block that the request's own row has drawn last
         self._foreseen: list[Foreseen] = []
         self._cut_short: list[tuple[Entry, Message]] = []  # what unfinished runs have cost
-        self._pause = 0.0  # seconds between when a run is due and the message after it
-        self._passed = 0.0  # when the last pass for which nobody waited ended
+        self._pause = 0.0  # seconds between when a run is due and the message after it, lately
+        self._passed = -math.inf  # when the last pass for which nobody waited ended
         self._prefill = PrefillQueue()
         self.in_hand: list[Entry] = []
 
@@ -110,8 +112,8 @@ class ModelDraftEngine:
 
     def start(self, entry: Entry, message: Work) -> None:
         run = self._runs.get(entry.key)
-        if run is not None and run.answered and run.message.seconds:
-            self._note_pause(time.perf_counter() - run.due)
+        if run is not None and run.answered:
+            self._note_pause(run)
         if isinstance(message, Branch):
             latest = self._latest_of(entry, run.follows(message) if run is not None else None)
             known = latest.scores if latest is not None and _drew(latest, message) else []
@@ -130,10 +132,12 @@ class ModelDraftEngine:
         branch.gamma = min(branch.gamma, max(message.gamma, ready))
         self._asked[entry.key] = Asked(entry, message, branch)
 
-    def _note_pause(self, seconds: float) -> None:
-        """A message came so long after the run before it was due. One that waited for a pass tells nothing."""
-        if time.perf_counter() - self._passed > AT_ONCE_SECONDS:
-            self._pause += (seconds - self._pause) / 8
+    def _note_pause(self, run: Run) -> None:
+        """The message after `run` is there. Where it waited for a pass, or its time isn't known, it tells nothing."""
+        now, given = time.perf_counter(), run.message.seconds
+        if given and now - self._passed > JUST_NOW:
+            pause = min(now - run.due, given)  # a reader who stops for a minute is no measure
+            self._pause += (pause - self._pause) / PAUSES
 
     def step(self) -> list[tuple[Entry, Message]]:
         """One pass over all that grows; the blocks and branches that are complete after it."""
@@ -206,18 +210,17 @@ class ModelDraftEngine:
                 run.branches.append(Drafting(entry, row, base + kept + 1, run.length(kept, behind=behind), [token]))
 
     def _foresee(self) -> None:
-        """Draw some noise, or read what the branches end with: little at a time, since what comes meanwhile waits."""
+        """Draw some noise, then read what the branches end with: little at a time, since what comes meanwhile waits."""
         one = self._foreseen[-1]
         if one.places:
             self._drawer.noise.fill(one.places[:AT_ONCE], one.entry.opened.vocab_size)
             del one.places[:AT_ONCE]
-        elif one.branches and time.perf_counter() < one.latest:
+            return
+        self._foreseen.pop()
+        if one.branches and time.perf_counter() < one.latest:
             self.in_hand = [one.entry]
             self._read_last(one.branches)
-            one.branches = []
             self._passed = time.perf_counter()
-        if not (one.places or (one.branches and time.perf_counter() < one.latest)):
-            self._foreseen.pop()
 
     def _read_last(self, branches: Sequence[Drafting]) -> None:
         """What follows each branch, should it be the next block in flight: that run needs no pass to fork behind it."""
@@ -239,9 +242,8 @@ class ModelDraftEngine:
             if run.done(step_seconds):
                 run.answered = True
                 replies.append((run.entry, run.reply(list(zip(run.outcomes, run.branches, strict=True)))))
-                unread = run.unread() if run.message.seconds else []
                 latest = run.due + self._pause - step_seconds
-                self._foreseen.append(Foreseen(run.entry, run.foreseen(), unread, latest))
+                self._foreseen.append(Foreseen(run.entry, run.foreseen(), run.unread(), latest))
         return replies
 
     def _block(self, asked: Asked) -> Message:

@@ -125,14 +125,16 @@ class WorkerLoop:
             replies = self._ended(self._step.result)
             self._step = None
         self._take_kept()
-        if self._engine.busy and not self._wait():
+        begins = self._engine.busy and not self._wait()
+        beside = begins and len(self._table) > 1 and self._step_seconds > LEAST_THREADED
+        if begins:
             self._ready.clear()
-            if len(self._table) > 1 and self._step_seconds > LEAST_THREADED:
-                self._step = thread.submit(self._run)
-                self._step.add_done_callback(lambda _: self._endpoint.wake())
-            else:  # nobody else to take anything from, or hardly any time for it
-                replies += self._ended(self._run)
+        if beside:
+            self._step = thread.submit(self._run)
+            self._step.add_done_callback(lambda _: self._endpoint.wake())
         self._send(replies)
+        if begins and not beside:  # nobody else to take anything from, or hardly any time for it
+            self._send(self._ended(self._run))
         self._endpoint.status.update(requests=len(self._table), passes=self._passes)
 
     def _patience(self) -> float:
@@ -223,7 +225,11 @@ class WorkerLoop:
     def _close(self, key: tuple[Peer, int]) -> None:
         entry = self._table.remove(key)
         if entry is not None:
+            self._forget(key)
             self._engine.close(entry)
+
+    def _forget(self, key: Key) -> None:
+        """Nothing is expected of a request that has ended."""
         self._ready.discard(key)
         self._drafting.discard(key)
         self._plain.gone(key)
@@ -238,7 +244,7 @@ class WorkerLoop:
         return replies
 
     def _ended(self, step: Callable[[], Replies]) -> Replies:
-        """The replies of a step: what they answer isn't being worked on any more. Sends nothing, but what failed."""
+        """The replies of a step, to be sent; who should be back when is noted. One that failed is answered here."""
         self._passes += 1
         try:
             replies = step()
@@ -276,6 +282,7 @@ class WorkerLoop:
         for entry in list(self._engine.in_hand):
             if self._table.remove(entry.key) is None:
                 continue
+            self._forget(entry.key)
             try:
                 self._engine.close(entry)
             except Exception:

@@ -16,6 +16,7 @@ class Returning:
 
     def __init__(self) -> None:
         self._missing: set[Key] = set()
+        self._longest = 0.0  # seconds that a pass waits for them
         self._until = 0.0  # who comes later came too late
         self._chance = 1.0
 
@@ -24,7 +25,8 @@ class Returning:
         for _ in self._missing:
             self._learn(in_time=False)
         self._missing = set(keys)
-        self._until = now + min(SECONDS, SHARE * pass_seconds)
+        self._longest = min(SECONDS, SHARE * pass_seconds)
+        self._until = now + self._longest
 
     def back(self, key: Key, now: float) -> None:
         """A request has sent its next block."""
@@ -40,7 +42,7 @@ class Returning:
         """Seconds that a pass of `ready` requests had better wait; 0 where that costs them more than others gain."""
         left = self._until - now
         gain = self._chance * len(self._missing) * pass_seconds
-        return left if left > 0 and gain > ready * min(SECONDS, SHARE * pass_seconds) else 0.0
+        return left if left > 0 and gain > ready * self._longest else 0.0
 
     def _learn(self, *, in_time: bool) -> None:
         self._chance += (in_time - self._chance) / LAST

@@ -16,7 +16,7 @@ from draft_worker.engine import ModelDraftEngine
 from execution.toy import ToyExecutor
 from protocol.codecs import NO_Q, EncodedQ
 from protocol.messages import Block, Branch, Branches, Close, Message, Open, Opened, Propose, Sampling, token_array
-from tests.e2e.inprocess import Drafted, Worker, outcomes
+from tests.e2e.inprocess import PEER, Drafted, Worker, outcomes
 from tests.e2e.support import toy
 
 V = 8
@@ -42,6 +42,7 @@ class Draft(Worker):
         (opened,) = self.ask([Open(1, 1, 77, verify, codec, sampling, V, token_array(prompt))])
         assert isinstance(opened, Opened)
         self.at_rest = self.rows
+        self.key = (PEER, 1)
 
     @property
     def rows(self) -> int:
@@ -236,22 +237,25 @@ def test_a_proposal_for_another_outcome_drops_the_run(steps: int) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("spare", [0, 1])
-def test_hit_after_hit(mode: str, rank: int, spare: int) -> None:
+@pytest.mark.parametrize("seconds", [0.0, 3600.0])
+def test_hit_after_hit(mode: str, rank: int, spare: int, seconds: float) -> None:
     """Each block is a branch of the one before, and its own run starts from what the draft knows: one pass a token.
 
     What follows the whole block is read beside the first tokens, so those branches come a pass later, or are a token
-    shorter where that will do.
+    shorter where that will do. Where there was time, it was read before, and all have the same length at once.
     """
     draft = Draft(mode)
     tokens, block = list(PROMPT), drafted(asked(draft, propose(PROMPT, block_id=1))).tokens
     for turn in range(6):
-        least = GAMMA - spare
-        reply = asked(draft, branch(block, tokens, block_id=turn + 1, tail=token_array(tokens), least=least))
+        read = bool(turn and seconds)
+        shorter = GAMMA if read else GAMMA - spare
+        fields = {"block_id": turn + 1, "tail": token_array(tokens), "least": GAMMA - spare, "seconds": seconds}
+        reply = asked(draft, branch(block, tokens, **fields))
         assert isinstance(reply, Branches)
-        assert reply.steps == GAMMA + 1 - spare, "no pass but those that draw"
+        assert reply.steps == (GAMMA if read else GAMMA + 1 - spare), "no pass but those that draw"
         found = outcomes(reply)
         fresh, whole = Draft(mode, prompt=tokens), [one for one in found if one[0] == len(block)]
-        assert {len(found[one].tokens) for one in whole} == {least}
+        assert {len(found[one].tokens) for one in whole} == {shorter}
         assert all(len(found[one].tokens) == GAMMA for one in found if one not in whole)
         assert found.keys() == found_branches(fresh, branch(block, tokens)).keys()
         for accepted, token in found:
@@ -314,6 +318,51 @@ def test_what_a_hurried_run_has_sent_is_what_goes_on(mode: str) -> None:
     assert draft.rows == draft.at_rest and not draft.busy
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("gamma", [1, GAMMA, 9])
+def test_a_proposal_after_a_branch_was_read_to_its_end(mode: str, gamma: int) -> None:
+    """It grows from its last token all the same, be it one that has all its tokens or one that was sent unfinished."""
+    block = [5, 0, 6, 2]
+    for least, seconds in ((GAMMA, 3600.0), (2, 1e-9)):
+        draft = Draft(mode)
+        draft._loop._engine._pause = 3600.0  # there is time after either
+        found = found_branches(draft, branch(block, least=least, seconds=seconds))
+        outcome = next(one for one in found if one[0] == 1)
+        reply = drafted(asked(draft, propose([*PROMPT, *block[:1], outcome[1]], gamma, ready=least)))
+        assert same(reply, after(mode, outcome, block, max(least, min(gamma, GAMMA))))
+        assert draft.rows == draft.at_rest and not draft.busy
+
+
+@pytest.mark.parametrize(("seconds", "passes"), [(0.0, 0), (1e-9, 0), (3600.0, 1)])
+def test_branches_are_read_to_their_end_only_where_there_is_time_for_it(seconds: float, passes: int) -> None:
+    """One pass for all of them, after the reply; none where the next message may come meanwhile."""
+    draft, calls = Draft(), []
+    extend = draft.executor.extend
+    draft.executor.extend = lambda batch: calls.append(len(batch)) or extend(batch)  # type: ignore[method-assign]
+    sent = draft.tell(branch([5, 0, 6, 2], seconds=seconds))
+    while not sent:
+        sent = draft.tell()
+    assert isinstance(sent[0], Branches) and draft.busy
+    before, rows = len(calls), len(sent[0].accepted)
+    assert draft.finish() == []
+    assert calls[before:] == [rows] * passes
+
+
+def test_the_pause_before_a_message_is_learnt_unless_it_waited_for_a_pass() -> None:
+    """After a run that was due long ago, what comes shows that there is time for a pass, unless a pass kept it."""
+    draft, tokens = Draft(), list(PROMPT)
+    engine: Any = draft._loop._engine
+    for turn in range(3):
+        asked(draft, branch([], tokens, block_id=turn + 1, tail=token_array(tokens), seconds=1e-9))
+        engine._runs[draft.key].started -= 50.0
+        engine._passed = -np.inf
+        tokens.append(turn)
+    assert engine._pause == pytest.approx(1e-9 * (1 - (1 - 1 / 8) ** 2)), "no more than the time that was given"
+    engine._passed = np.inf
+    asked(draft, branch([], tokens, block_id=9, tail=token_array(tokens), seconds=1e-9))
+    assert engine._pause == pytest.approx(1e-9 * (1 - (1 - 1 / 8) ** 2))
+
+
 @pytest.mark.parametrize("steps", range(1, 7))
 def test_a_branch_supersedes_a_branch(steps: int) -> None:
     """The first run's rows are freed, its answer never comes if it wasn't sent; the second is whole."""
@@ -371,6 +420,25 @@ def test_nan_in_the_block_in_flight(mode: str) -> None:
             assert same(one, after(mode, outcome, block, model=model)), outcome
         tokens = [*PROMPT, 0, 1]
         assert same(drafted(asked(draft, propose(tokens))), drafted(asked(Draft(mode, model), propose(tokens))))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nan_at_the_end_of_a_branch_that_is_read(mode: str) -> None:
+    """A branch that ends in token 6: nothing of what was read behind it stays, and it serves as any other."""
+    model, block = f"{DRAFT},nan_token=6", [5, 0, 2]
+    found = found_branches(Draft(mode, model), branch(block, seconds=3600.0))
+    ending = [one for one in found if found[one].tokens[-1] == 6]
+    assert ending
+    for accepted, token in ending:
+        draft = Draft(mode, model)
+        found_branches(draft, branch(block, seconds=3600.0))
+        for one in draft._loop._engine._runs[draft.key].branches:
+            assert draft.executor.length(one.row) == one.position - (one.tokens[-1] == 6), "unread where it's NaN"
+        tokens, next_block = [*PROMPT, *block[:accepted], token], found[accepted, token].tokens
+        message = branch(next_block, tokens, block_id=2, tail=token_array(tokens))
+        following = found_branches(draft, message)
+        fresh = found_branches(Draft(mode, model, tokens), branch(next_block, tokens))
+        assert following.keys() == fresh.keys() and all(same(following[one], fresh[one]) for one in fresh)
 
 
 def test_two_requests_do_not_meet() -> None:

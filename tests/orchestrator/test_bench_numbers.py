@@ -76,6 +76,14 @@ def test_the_steady_window() -> None:
     assert found.tokens_per_second == 2.0 and found.target_busy == 0.5 and found.rows_per_pass == 2.0
 
 
+def test_of_a_pass_that_the_window_cuts_only_the_part_in_it_is_busy_time() -> None:
+    """The window is (2, 4]; passes of .8 s end at 2.4 and 3.4 and, outside, at 4.4: .4 + .8 + .4 s of its 2."""
+    one = stream([step(at, verify_seconds=0.8) for at in (1.4, 2.4, 3.4, 4.4)])
+    other = stream([step(at, verify_seconds=0.0) for at in (2, 3, 4)])
+    assert (window(Batch((one, other))).start, window(Batch((one, other))).end) == (2, 4)
+    assert rates(Batch((one, other))).target_busy == pytest.approx(1.6 / 2)
+
+
 def test_a_batch_whose_stream_ends_at_once_counts_whole() -> None:
     """From the first token of all to the last: 3 of the first stream's 4 tokens, and the other's, in 3 s."""
     batch = Batch((stream([step(at) for at in (1, 2, 3, 4)]), stream([step(2.5)])))
