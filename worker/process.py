@@ -25,7 +25,6 @@ from protocol.messages import TokenizerReply, Welcome
 from worker.config import WorkerConfig
 from worker.loop import Engine, WorkerLoop
 
-SWITCH_SECONDS = 5e-4  # Python's 5 ms would let a pass that has its device's answer wait for whoever reads messages
 EXIT_GRACE_SECONDS = 3.0  # after the parent is gone, how long a pass in flight may still take
 
 
@@ -67,7 +66,6 @@ def run_worker(config: WorkerConfig, load: Callable[[WorkerConfig], Served]) -> 
                 _end_with_stdin(endpoint)
             served = load(config)
             loop = WorkerLoop(endpoint, _welcome(config, served), served.tokenizer, served.engine)
-            sys.setswitchinterval(SWITCH_SECONDS)
             gc.collect()
             gc.freeze()  # what is loaded stays: looking through it again cost 1 ms a run of branches, on average
             loop.run()
