@@ -12,7 +12,7 @@ LAST = 8.0  # how many requests the estimate of the chance remembers
 
 
 class Returning:
-    """Requests of one kind that are expected any moment, and how many of such came in time lately."""
+    """Requests that are expected any moment, and how many of such came in time lately."""
 
     def __init__(self) -> None:
         self._missing: set[Key] = set()
