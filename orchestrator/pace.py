@@ -22,7 +22,7 @@ MOST_BRANCHING = 3  # requests; of more, taking turns fills both devices: 8 made
 COLD_GAMMA, COLD_WIDTH = 2, 16  # while nothing was measured
 FIRST_REACH = 4  # longest block at first: what was measured at γ = 2 says little about 16
 COLD_ALPHA, COLD_WEIGHT = 0.7, 1.5  # what a draft is taken for; two tokens refused halve that: a bad one is found fast
-INHERITED = 4.0  # tested tokens that what all requests saw counts for in one's own estimate
+INHERITED = 8.0  # tested tokens that what all requests saw counts for in one's own estimate
 MEMORY = 200.0  # tested tokens, or hits, that an estimate is made of
 FADED = 2.0  # tested tokens that an α which isn't tested any more still counts for
 MARGIN = 0.02  # speculating for less gain than this isn't worth the risk of a wrong estimate

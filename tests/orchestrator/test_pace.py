@@ -113,6 +113,19 @@ def test_a_short_request_passes_the_waiting_on() -> None:
     assert rate > 1.7
 
 
+def test_an_unlucky_start_hardly_leaves_a_far_draft_out() -> None:
+    """Where blocks have to be long to pay, a few refusals make one look bad; what other requests saw speaks for it."""
+    world, shares = World(0.7, 0.12, to_draft=0.6), []
+    for seed in range(16):
+        pacer, rates = Pacer(None, overlap=False), []
+        for number in range(6):
+            simulation = Simulation(world, pacer, seed=100 * seed + number)
+            rates.append(simulation.run(96))
+            simulation.close()
+        shares.append(statistics.harmonic_mean(rates) / world.best(overlap=False))
+    assert statistics.mean(shares) > 0.89
+
+
 # ---------------------------------------------------------------- many requests
 
 
