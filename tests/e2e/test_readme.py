@@ -29,7 +29,10 @@ STAND_INS = {
     "gpu0": "cpu",
     "gpu1": "cpu",
 }
-SHORTENED = {"scripts/measure_bars.py": ("--only", "wide-coupled", "--seeds", "1")}  # the last of two flags counts
+SHORTENED = {  # the last of two flags counts
+    "scripts/measure_bars.py": ("--only", "wide-coupled", "--seeds", "1"),
+    "bench": ("--requests", "1", "--max-tokens", "24"),
+}
 ENVIRONMENT = {"SPECDEC_TARGET_MODEL": TARGET, "SPECDEC_DRAFT_MODEL": DRAFT, "SPECDEC_MAX_TOKENS": "8"}
 
 
@@ -49,9 +52,10 @@ def stood_in(words: list[str]) -> list[str]:
     return [str(ROOT / word) if word.startswith("scripts/") else STAND_INS.get(word, word) for word in words]
 
 
-def python(words: list[str]) -> list[str]:
-    """A script's command, shortened."""
-    return [sys.executable, *stood_in([*words[1:], *SHORTENED.get(words[1], ())])]
+def runnable(words: list[str]) -> list[str]:
+    """A page's command, shortened."""
+    module = [] if words[0] == "python" else ["-m", "orchestrator"]
+    return [sys.executable, *module, *stood_in([*words[1:], *SHORTENED.get(words[1], ())])]
 
 
 def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -96,7 +100,7 @@ def test_a_draft_elsewhere(tmp_path: Path, by_hand: Callable[..., WorkerByHand])
 def test_scripts(tmp_path: Path) -> None:
     for words in commands():
         if words[0] == "python":
-            done = run(python(words), tmp_path)
+            done = run(runnable(words), tmp_path)
             assert done.returncode == 0, done.stderr
 
 
@@ -106,8 +110,7 @@ def test_commands_of_a_page(page: str, tmp_path: Path) -> None:
     found = commands((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
     assert found
     for words in found:
-        orchestrator = [sys.executable, "-m", "orchestrator", *stood_in(words)[1:]]
-        done = run(python(words) if words[0] == "python" else orchestrator, tmp_path)
+        done = run(runnable(words), tmp_path)
         assert done.returncode == 0, (words, done.stderr)
 
 
