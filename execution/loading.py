@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["ModelError", "load", "model_source"]
 
 
-def load(model: str, *, device: str = "cpu", dtype: str = "float32", threads: int = 1) -> tuple[Executor, Vocabulary]:
-    """Load `model` and set this process's torch threads.
+def load(
+    model: str, *, device: str = "cpu", dtype: str = "float32", threads: int = 1, packed: bool = True
+) -> tuple[Executor, Vocabulary]:
+    """Load `model` and set this process's torch threads; `packed`: lay out its weights anew where that saves time.
 
     `model` is `smollm2-135m-instruct`, `smollm2-135m-draft`, `toy:...`, `synthetic:...`, a folder, a .gguf file or a
     Hugging Face id.
@@ -36,7 +38,7 @@ def load(model: str, *, device: str = "cpu", dtype: str = "float32", threads: in
     if model == "synthetic" or model.startswith("synthetic:"):
         return _load_synthetic(model, device, dtype)
     try:
-        return _load_network(model, torch_device, torch_dtype)
+        return _load_network(model, torch_device, torch_dtype, packed)
     except MemoryError as error:
         raise ModelError(f"model {model!r} does not fit into memory: use --dtype bfloat16 or a smaller one") from error
 
@@ -65,7 +67,7 @@ def _load_synthetic(model: str, device: str, dtype: str) -> tuple[Executor, Voca
     return executor, toy_vocabulary(ToySpec(vocab=executor.spec.vocab, eos=executor.spec.eos))
 
 
-def _load_network(model: str, device: torch.device, dtype: torch.dtype) -> tuple[Executor, Vocabulary]:
+def _load_network(model: str, device: torch.device, dtype: torch.dtype, packed: bool) -> tuple[Executor, Vocabulary]:
     source = model_source(model)
     from execution.draft_checkpoint import draft_settings, load_draft
     from execution.hub_models import load_network
@@ -87,7 +89,7 @@ def _load_network(model: str, device: torch.device, dtype: torch.dtype) -> tuple
             f"model {model!r}: its tokenizer has {vocabulary.size} ids, the model only {size}: the two do not belong"
             " together; use the tokenizer that came with the model"
         )
-    return TransformersExecutor(network, model, vocab_size=size, head_ids=head_ids), vocabulary
+    return TransformersExecutor(network, model, vocab_size=size, head_ids=head_ids, packed=packed), vocabulary
 
 
 def model_source(model: str) -> Path | str:

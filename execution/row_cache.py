@@ -29,7 +29,7 @@ class Placement:
 
     first: int
     starts: tuple[int, ...]  # tokens held before the pass, per row of the batch
-    width: int  # tokens of the widest row: all are padded to it
+    width: int  # tokens of the widest row or more: all are padded to it
     columns: Tensor  # int64 [B, width]
     length: int  # columns that attention sees: max(starts) + width
 
@@ -173,9 +173,9 @@ class RowCache(Cache):  # type: ignore[misc]
         self._exchange(list(zip(strangers, outside, strict=True)))
         return [self._slots[slot].row for slot in window]
 
-    def place(self, rows: Sequence[int], counts: Sequence[int]) -> Placement:
+    def place(self, rows: Sequence[int], counts: Sequence[int], least_width: int = 1) -> Placement:
         """Where to put `counts[b]` tokens of each row, rows as `arrange` gave them. Grows the storage."""
-        first, width = self._slot_of[rows[0]], max(counts)
+        first, width = self._slot_of[rows[0]], max(*counts, least_width)
         slots = self._slots[first : first + len(rows)]
         starts = tuple(slot.length for slot in slots)
         length = max(starts) + width

@@ -13,12 +13,17 @@ TESTED = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of the largest logit
 
 
-def self_check(executor: Executor, network: Any, dtype: torch.dtype) -> None:
-    """ModelError unless ragged, piecewise, rolled-back rows give the logits of a plain forward pass."""
-    tokens = [(7 * i + 3) % min(executor.vocab_size, 97) for i in range(9)]
+def plain_logits(network: Any, vocab_size: int) -> torch.Tensor:
+    """float32 [9, vocab_size]: what the network says of `self_check`'s tokens in one plain forward pass."""
     device = next(network.parameters()).device
     with torch.no_grad():
-        plain = network(input_ids=torch.tensor([tokens], device=device), use_cache=False).logits[0].float()
+        ids = torch.tensor([_tokens(vocab_size)], device=device)
+        return network(input_ids=ids, use_cache=False).logits[0].float()  # type: ignore[no-any-return]
+
+
+def self_check(executor: Executor, plain: torch.Tensor, kind: str, dtype: torch.dtype) -> None:
+    """ModelError unless ragged, piecewise, rolled-back rows give the `plain` logits. `kind` is the architecture."""
+    tokens = _tokens(executor.vocab_size)
     first, second = executor.open(), executor.open()
     wrong = [tokens[-1]] * 3
     executor.extend([Extension(first, tokens[:2] + wrong, 1), Extension(second, tokens[:4], 0)])
@@ -30,6 +35,10 @@ def self_check(executor: Executor, network: Any, dtype: torch.dtype) -> None:
     difference = float((ours - expected).abs().max() / expected.abs().max())
     if not difference <= _TOLERANCE[dtype]:
         raise ModelError(
-            f"model {executor.model!r}: architecture {network.config.model_type!r} gives other logits in ragged batches"
+            f"model {executor.model!r}: architecture {kind!r} gives other logits in ragged batches"
             f" than alone (by {difference:.1e} of the largest), so it cannot be run here: choose another model"
         )
+
+
+def _tokens(vocab_size: int) -> list[int]:
+    return [(7 * i + 3) % min(vocab_size, 97) for i in range(9)]

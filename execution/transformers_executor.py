@@ -18,18 +18,23 @@ from execution.attention_kinds import AttentionKind, attention_kinds, context_le
 from execution.errors import ModelError
 from execution.interface import Extension, check_batch
 from execution.packed_attention import NAME as PACKED_ATTENTION
+from execution.packed_linear import LEAST_ROWS, calls, pack, packable
 from execution.passes import plan
 from execution.row_cache import Placement, RowCache
-from execution.self_check import TESTED, self_check
+from execution.self_check import TESTED, plain_logits, self_check
 
 
 class TransformersExecutor:
     """Executor over a transformers causal language model in evaluation mode.
 
-    `head_ids` (int64 [H], ascending) are the ids of a reduced head's outputs; logits of all others are −inf.
+    `head_ids` (int64 [H], ascending) are the ids of a reduced head's outputs; logits of all others are −inf. `packed`:
+    where they can be (float32 on a CPU), linear layers are replaced by packed ones; `network` is not usable as it was
+    afterwards.
     """
 
-    def __init__(self, network: Any, reference: str, *, vocab_size: int, head_ids: Tensor | None = None) -> None:
+    def __init__(
+        self, network: Any, reference: str, *, vocab_size: int, head_ids: Tensor | None = None, packed: bool = True
+    ) -> None:
         refuse_unsupported(network, reference)
         config = network.config.get_text_config(decoder=True)
         self.model = reference
@@ -47,12 +52,9 @@ class TransformersExecutor:
         names = inspect.signature(network.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._asked: Tensor | None = None  # bool [B, width]: the positions that the head computes
-        network.get_output_embeddings().register_forward_pre_hook(self._select)
         self._cache = RowCache(config.num_hidden_layers)
-        self._probe()
-        self._asked = None
-        if network.config.model_type not in TESTED and head_ids is None:
-            self_check(self, network, self._torch_dtype)
+        self._packed = packed and packable(self._device, self._torch_dtype)
+        self._prepare(checked=network.config.model_type not in TESTED and head_ids is None)
 
     # -- rows
 
@@ -96,7 +98,7 @@ class TransformersExecutor:
     def _forward(self, rows: list[int], tokens: list[npt.NDArray[np.int64]], wanted: list[int]) -> Sequence[Tensor]:
         """One forward pass; per row float32 [wanted, vocab_size]. Rows as `RowCache.arrange` gave them."""
         counts = [array.size for array in tokens]
-        place = self._cache.place(rows, counts)
+        place = self._cache.place(rows, counts, self._least_width(len(rows)))
         ids, positions, asked = _padded(place, tokens, counts, wanted)  # [B, width] each
         self._asked = asked.to(self._device) if any(wanted) else None
         output = (self._network if any(wanted) else self._network.base_model)(
@@ -110,6 +112,10 @@ class TransformersExecutor:
         if not any(wanted):
             return [torch.empty(0, self.vocab_size, device=self._device)] * len(rows)
         return torch.split(self._full_width(output.logits[0]), wanted)
+
+    def _least_width(self, rows: int) -> int:
+        """Packed layers take less time for `LEAST_ROWS` positions than for fewer."""
+        return -(-LEAST_ROWS // rows) if self._packed else 1
 
     def _select(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Before the head: keep the asked positions, [B, width, hidden] -> [1, asked, hidden]."""
@@ -140,30 +146,45 @@ class TransformersExecutor:
         lowest = torch.finfo(self._torch_dtype).min
         return torch.zeros(seen.shape, dtype=self._torch_dtype, device=self._device).masked_fill_(~seen, lowest)
 
-    def _probe(self) -> None:
-        """One token through the model: learns the caches' shapes, and shows that it runs the way we call it."""
+    # -- start
+
+    def _prepare(self, *, checked: bool) -> None:
+        """Show that the model runs the way we call it, pack it, and where asked compare it with itself, run plainly."""
         try:
-            with torch.no_grad():
-                self._asked = torch.ones(1, 1, dtype=torch.bool, device=self._device)
-                zero = torch.zeros(1, 1, dtype=torch.long, device=self._device)
-                mask = self._masks(Placement(0, (0,), 1, zero, 1))
-                output = self._network(
-                    input_ids=zero,
-                    position_ids=zero,
-                    attention_mask=mask,
-                    use_cache=True,
-                    **{self._cache_name: self._cache},
-                )
-            heads = self.vocab_size if self._head_ids is None else len(self._head_ids)
-            if output.logits.shape != (1, 1, heads):
-                raise ValueError(f"logits of shape {tuple(output.logits.shape)}, not (1, 1, {heads})")
+            with calls(self._network) as seen:
+                self._probe()
+            plain = plain_logits(self._network, self.vocab_size) if checked else None
         except Exception as error:
-            kind = self._network.config.model_type
-            raise ModelError(
-                f"model {self.model!r}: architecture {kind!r} cannot be run with per-row masks and positions"
-                f" ({type(error).__name__}: {error}); choose another model"
-            ) from error
+            raise self._refusal("per-row masks and positions", error, "choose another model") from error
+        if self._packed:
+            try:
+                pack(self._network, seen)
+                self._probe()
+            except Exception as error:
+                raise self._refusal("packed weights", error, "use --weights plain") from error
+        self._network.get_output_embeddings().register_forward_pre_hook(self._select)
         self._cache.allocate()
+        if plain is not None:
+            self_check(self, plain, self._network.config.model_type, self._torch_dtype)
+
+    @torch.no_grad()
+    def _probe(self) -> None:
+        """One token through the model: the caches' shapes show, and what can't be run the way we call it."""
+        zero = torch.zeros(1, 1, dtype=torch.long, device=self._device)
+        output = self._network(
+            input_ids=zero,
+            position_ids=zero,
+            attention_mask=self._masks(Placement(0, (0,), 1, zero, 1)),
+            use_cache=True,
+            **{self._cache_name: self._cache},
+        )
+        heads = self.vocab_size if self._head_ids is None else len(self._head_ids)
+        if output.logits.shape != (1, 1, heads):
+            raise ValueError(f"logits of shape {tuple(output.logits.shape)}, not (1, 1, {heads})")
+
+    def _refusal(self, means: str, error: Exception, hint: str) -> ModelError:
+        kind, why = self._network.config.model_type, f"{type(error).__name__}: {error}"
+        return ModelError(f"model {self.model!r}: architecture {kind!r} cannot be run with {means} ({why}); {hint}")
 
 
 def _padded(

@@ -12,6 +12,7 @@ from orchestrator.places import Place, parse_place
 
 MAX_GAMMA = 64  # protocol.MAX_GAMMA; a test holds the two together (importing it here would cost --help its speed)
 DTYPES = ("float32", "bfloat16", "float16")
+WEIGHTS = ("packed", "plain")
 VERIFY_MODES = ("rejection", "coupled")
 CODECS = ("counts", "dense")
 OVERLAPS = ("on", "off")
@@ -36,6 +37,7 @@ class RuntimeConfig:
     draft_dtype: str = "float32"
     target_threads: int = field(default_factory=lambda: os.cpu_count() or 1)
     draft_threads: int = 1
+    weights: str = "packed"  # of both workers, float32 on a CPU; plain: as transformers runs them
     gamma: Gamma = "auto"  # by goodput: what is measured decides, round by round
     overlap: str = "on"  # draft while the target verifies; off: take turns
     verify: str = "rejection"
@@ -54,6 +56,7 @@ class RuntimeConfig:
             ("verify", self.verify, VERIFY_MODES),
             ("codec", self.codec, CODECS),
             ("overlap", self.overlap, OVERLAPS),
+            ("weights", self.weights, WEIGHTS),
             ("target-dtype", self.target_dtype, DTYPES),
             ("draft-dtype", self.draft_dtype, DTYPES),
         ):

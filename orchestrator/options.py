@@ -15,7 +15,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from orchestrator.config import CODECS, DTYPES, OVERLAPS, VERIFY_MODES, RuntimeConfig
+from orchestrator.config import CODECS, DTYPES, OVERLAPS, VERIFY_MODES, WEIGHTS, RuntimeConfig
 from orchestrator.request import GenerateOptions
 
 _RUNTIME = RuntimeConfig()
@@ -63,6 +63,12 @@ _RUNTIME_OPTIONS = (
     _option("--draft-dtype", _RUNTIME, "Precision of the draft.", type=click.Choice(DTYPES)),
     _option("--target-threads", _RUNTIME, "CPU threads of the target.", type=int),
     _option("--draft-threads", _RUNTIME, "CPU threads of the draft.", type=int),
+    _option(
+        "--weights",
+        _RUNTIME,
+        "packed: both workers lay out float32 weights on a CPU anew for its products; plain: as transformers has them.",
+        type=click.Choice(WEIGHTS),
+    ),
     _option(
         "--gamma",
         _RUNTIME,

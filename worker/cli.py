@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from worker.config import DTYPES, Role, WorkerConfig
+from worker.config import DTYPES, WEIGHTS, Role, WorkerConfig
 from worker.process import Served, run_worker
 
 
@@ -44,6 +44,13 @@ def worker_command(
         help="tcp://HOST:PORT (control at PORT+1), ipc://PATH. A host beyond this machine needs --insecure.",
     )
     @click.option("--threads", type=click.IntRange(1, 1024), default=os.cpu_count() or 1, show_default=True)
+    @click.option(
+        "--weights",
+        default="packed",
+        show_default=True,
+        type=click.Choice(WEIGHTS),
+        help="packed: float32 weights on a CPU are laid out anew for its products; plain: they stay as they are.",
+    )
     @click.option("--insecure", is_flag=True, help="Allow a non-loopback --listen: anyone who reaches it can use it.")
     @click.option("--exit-with-stdin", is_flag=True, help="End when standard input closes (set by a supervisor).")
     @click.option("--debug", is_flag=True, help="Tracebacks and more log lines.")
@@ -54,11 +61,12 @@ def worker_command(
         dtype: str,
         listen: str,
         threads: int,
+        weights: str,
         insecure: bool,
         exit_with_stdin: bool,
         debug: bool,
     ) -> None:
-        config = WorkerConfig(role, model, listen, device, dtype, threads, insecure, exit_with_stdin, debug)
+        config = WorkerConfig(role, model, listen, device, dtype, threads, weights, insecure, exit_with_stdin, debug)
         sys.exit(run_worker(config, load))
 
     return command

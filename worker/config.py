@@ -7,6 +7,7 @@ from typing import Literal
 
 Role = Literal["draft", "target"]
 DTYPES = ("float32", "bfloat16", "float16")
+WEIGHTS = ("packed", "plain")
 
 
 @dataclass(frozen=True)
@@ -14,8 +15,9 @@ class WorkerConfig:
     """How one worker process runs.
 
     `listen` is the data address; the control address follows from it (protocol.addresses). `threads` is torch's
-    intra-op thread count. `exit_with_stdin` ends the process when its standard input closes: a supervising parent
-    holds the other end of that pipe, so that no worker outlives it.
+    intra-op thread count. `weights`: "packed" lays out a CPU's float32 weights anew, "plain" leaves them as they are.
+    `exit_with_stdin` ends the process when its standard input closes: a supervising parent holds the other end of that
+    pipe, so that no worker outlives it.
     """
 
     role: Role
@@ -24,6 +26,7 @@ class WorkerConfig:
     device: str = "cpu"
     dtype: str = "float32"
     threads: int = 1
+    weights: str = "packed"
     insecure: bool = False
     exit_with_stdin: bool = False
     debug: bool = False

@@ -40,7 +40,7 @@ class Reference:
     def __init__(self) -> None:
         from execution.loading import load
 
-        executor, vocabulary = load("smollm2-135m-instruct", device="cpu", dtype="float32", threads=1)
+        executor, vocabulary = load("smollm2-135m-instruct", device="cpu", dtype="float32", threads=1, packed=False)
         self._network: Any = executor._network  # type: ignore[attr-defined]
         self._network.set_attn_implementation("sdpa")
         self.eos = vocabulary.eos_ids

@@ -29,6 +29,8 @@ from tests.e2e.law import Verdict as Found
 from tests.e2e.law import g_test, planted, sampled_law, transitions
 from tests.e2e.support import toy
 
+pytestmark = pytest.mark.slow
+
 V = 8
 TARGET = toy(vocab=V, seed=5, scale=1.3)
 DRAFT = toy(vocab=V, seed=5, scale=1.3, noise=0.9, noise_seed=7)

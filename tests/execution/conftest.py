@@ -83,7 +83,7 @@ class Pair:
 
 @pytest.fixture
 def make_pair() -> Callable[..., Pair]:
-    def make(family: str = "llama", seed: int = 0) -> Pair:
+    def make(family: str = "llama", seed: int = 0, packed: bool = True) -> Pair:
         from transformers import AutoModelForCausalLM
 
         from execution.transformers_executor import TransformersExecutor
@@ -94,7 +94,7 @@ def make_pair() -> Callable[..., Pair]:
             for parameter in network.parameters():
                 parameter.mul_(3)  # far from uniform, so that a wrong mask shows
         plain = copy.deepcopy(network)
-        return Pair(TransformersExecutor(network, f"tiny {family}", vocab_size=VOCAB), plain)
+        return Pair(TransformersExecutor(network, f"tiny {family}", vocab_size=VOCAB, packed=packed), plain)
 
     return make
 

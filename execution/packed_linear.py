@@ -1,0 +1,111 @@
+"""Linear layers on a CPU with their weights reordered once, and layers that are given the same tensor as one product.
+
+torch's own float32 linear layer lets the library choose a plan for each width, and repacks the weights in each call
+where that pays. oneDNN's product over weights that are laid out once takes as long for nine positions as for one.
+Imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+LEAST_ROWS = 4  # oneDNN's product with fewer rows takes longer than with these: passes are widened to so many positions
+
+
+def packable(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether linear layers of this kind can be packed: float32 on a CPU whose torch has oneDNN."""
+    built = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    return device.type == "cpu" and dtype == torch.float32 and built
+
+
+@contextmanager
+def calls(network: nn.Module) -> Iterator[list[tuple[nn.Linear, Tensor]]]:
+    """While it lasts: which linear layer was called with which tensor, in order."""
+    seen: list[tuple[nn.Linear, Tensor]] = []
+
+    def note(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        assert isinstance(layer, nn.Linear)
+        seen.append((layer, inputs[0]))
+
+    layers = [module for module in network.modules() if type(module) is nn.Linear]
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def pack(network: nn.Module, seen: Sequence[tuple[nn.Linear, Tensor]]) -> None:
+    """Put a PackedLinear in the place of each linear layer that `calls` saw once; the old weights are given up.
+
+    Layers that were given the same tensor one after another (q, k and v; gate and up) become one product.
+    """
+    times = [layer for layer, _ in seen]
+    once = [(layer, given) for layer, given in seen if sum(other is layer for other in times) == 1]
+    groups: list[list[nn.Linear]] = []
+    last: Tensor | None = None
+    for layer, given in once:
+        joins = given is last and (groups[-1][0].bias is None) == (layer.bias is None)
+        groups[-1].append(layer) if joins else groups.append([layer])
+        last = given
+    homes = {child: (parent, name) for parent in network.modules() for name, child in parent.named_children()}
+    while groups:
+        group = groups.pop(0)
+        product = _Product(group)
+        start = 0
+        for layer in group:
+            parent, name = homes.pop(layer)
+            setattr(parent, name, PackedLinear(product, start, layer))
+            start += layer.out_features
+
+
+class _Product:
+    """A group's weights, [sum of outputs, inputs], in oneDNN's own layout, and the last result until it's used up."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        weights = [layer.weight for layer in layers]
+        weight = weights[0].detach() if len(weights) == 1 else torch.cat(tuple(weights)).detach()
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        self._bias = torch.cat(tuple(biases)).detach() if biases else None
+        self._members = len(layers)
+        self._given: Tensor | None = None
+        self._version, self._uses = 0, 0
+        self._result: Tensor
+
+    def of(self, given: Tensor) -> Tensor:
+        """The product with `given`, [..., inputs] -> [..., sum of outputs], computed once for all members in turn."""
+        if self._given is given and self._version == given._version:
+            self._uses += 1
+            result = self._result
+        else:
+            result = torch.ops.mkldnn._linear_pointwise(given, self._weight, self._bias, "none", [], "")
+            if self._members == 1:
+                return result  # type: ignore[no-any-return]
+            self._given, self._version, self._uses, self._result = given, given._version, 1, result
+        if self._uses == self._members:
+            self._given = None
+            del self._result
+        return result
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose outputs are `product`'s from `start` on. For inference: no parameters, no gradients."""
+
+    def __init__(self, product: _Product, start: int, layer: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self._product = product
+        self._slice = None if product._members == 1 else slice(start, start + layer.out_features)
+
+    def forward(self, given: Tensor) -> Tensor:
+        result = self._product.of(given)
+        return result if self._slice is None else result[..., self._slice]
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
