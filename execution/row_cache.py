@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,15 +34,30 @@ class Placement:
     columns: Tensor  # int64 [B, width]
     length: int  # columns that attention sees: max(starts) + width
 
-    def put(self, storage: Tensor, new: Tensor) -> Tensor:
-        """Write [B, heads, width, dim] into [slots, heads, capacity, dim]; a view [B, heads, length, dim]."""
-        mine = storage[self.first : self.first + len(self.starts)]
-        if min(self.starts) == max(self.starts):
-            mine[:, :, self.starts[0] : self.length] = new
+    @cached_property
+    def even(self) -> bool:
+        """Whether all rows write the same columns."""
+        return min(self.starts) == max(self.starts)
+
+    @cached_property
+    def batch(self) -> Tensor:
+        """int64 [B, 1]: 0..B−1, which with `columns` says where each token of an uneven batch goes."""
+        return torch.arange(len(self.starts), device=self.columns.device)[:, None]
+
+    def places(self, block: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Of [parts, slots, heads, capacity, dim]: per part what attention sees, [B, heads, length, dim], and where to
+        write: that without the columns before an even batch, or [B, capacity, heads, dim] for an uneven one."""
+        mine = block[:, self.first : self.first + len(self.starts)]
+        into = mine[:, :, :, self.starts[0] : self.length] if self.even else mine.transpose(2, 3)
+        return mine[:, :, :, : self.length].unbind(), into.unbind()
+
+    def write(self, into: Tensor | None, new: Tensor) -> None:
+        """Put [B, heads, width, dim] where `places` said."""
+        assert into is not None
+        if self.even:
+            into.copy_(new)
         else:
-            batch = torch.arange(len(self.starts), device=new.device)[:, None]
-            mine.transpose(1, 2)[batch, self.columns] = new.transpose(1, 2)
-        return mine[:, :, : self.length]
+            into[self.batch, self.columns] = new.transpose(1, 2)
 
 
 @dataclass
@@ -52,10 +68,15 @@ class _Slot:
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
-    """One attention layer's part of the storage. transformers calls `update`; sizes matter to no mask of ours."""
+    """One attention layer's part of the storage, as one pass sees it: `place` sets `keys`, `values` and where to write.
+
+    transformers calls `update`; sizes matter to no mask of ours.
+    """
 
     is_sliding = False
     is_compileable = False
+    keys_into: Tensor | None = None
+    values_into: Tensor | None = None
 
     def __init__(self, owner: RowCache) -> None:
         super().__init__()
@@ -65,11 +86,13 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        if self.owner.placement is None:  # the first pass of all, which is only there to learn the shapes
+        place = self.owner.placement
+        if place is None:  # the first passes of all, which are only there to learn the shapes
             self.keys, self.values = key_states, value_states
             return key_states, value_states
-        put = self.owner.placement.put
-        return put(self.keys, key_states), put(self.values, value_states)
+        place.write(self.keys_into, key_states)
+        place.write(self.values_into, value_states)
+        return self.keys, self.values
 
     def get_seq_length(self, *_: Any) -> int:
         return max(self.owner.placement.starts) if self.owner.placement else 0
@@ -181,10 +204,14 @@ class RowCache(Cache):  # type: ignore[misc]
         length = max(starts) + width
         self._grow(length)
         columns = torch.tensor(starts)[:, None] + torch.arange(width)
-        self.placement = Placement(first, starts, width, columns.to(self._device), length)
+        self.placement = place = Placement(first, starts, width, columns.to(self._device), length)
+        for block, parts in zip(self._blocks, self._parts, strict=True):
+            for (layer, part), seen, into in zip(parts, *place.places(block), strict=True):
+                setattr(layer, part, seen)
+                setattr(layer, f"{part}_into", into)
         for slot in slots:  # before the pass: if it fails halfway, what it wrote is known
             slot.written = max(slot.written, slot.length + width)
-        return self.placement
+        return place
 
     def advance(self, rows: Sequence[int], counts: Sequence[int]) -> None:
         """The pass is done: the rows hold these tokens now."""
@@ -220,17 +247,11 @@ class RowCache(Cache):  # type: ignore[misc]
             torch.zeros(len(parts), _FIRST_SLOTS, heads, _FIRST_COLUMNS, dim, dtype=dtype, device=self._device)
             for (heads, dim, dtype), parts in groups.items()
         ]
-        self._hand_out()
 
     @property
     def capacity(self) -> tuple[int, int]:
         """(slots, columns) of the storage."""
         return (self._blocks[0].shape[1], self._blocks[0].shape[3]) if self._blocks else (0, 0)
-
-    def _hand_out(self) -> None:
-        for block, parts in zip(self._blocks, self._parts, strict=True):
-            for index, (layer, part) in enumerate(parts):
-                setattr(layer, part, block[index])
 
     def _grow(self, length: int) -> None:
         slots, columns = self.capacity
@@ -261,7 +282,9 @@ class RowCache(Cache):  # type: ignore[misc]
             new = torch.zeros(parts, slots, heads, columns, dim, dtype=old.dtype, device=old.device)
             new[:, :count, :, :kept] = old[:, :count, :, :kept]
             self._blocks[index] = new
-        self._hand_out()
+            for layer, part in self._parts[index]:  # its view would keep the old block
+                setattr(layer, part, None)
+                setattr(layer, f"{part}_into", None)
 
 
 def _doubled(now: int, needed: int) -> int:

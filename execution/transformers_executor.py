@@ -18,6 +18,7 @@ from execution.attention_kinds import AttentionKind, attention_kinds, context_le
 from execution.errors import ModelError
 from execution.interface import Extension, check_batch
 from execution.packed_attention import NAME as PACKED_ATTENTION
+from execution.packed_attention import mask_copies
 from execution.packed_linear import LEAST_ROWS, calls, pack, packable
 from execution.passes import plan
 from execution.row_cache import Placement, RowCache
@@ -36,7 +37,7 @@ class TransformersExecutor:
         self, network: Any, reference: str, *, vocab_size: int, head_ids: Tensor | None = None, packed: bool = True
     ) -> None:
         refuse_unsupported(network, reference)
-        config = network.config.get_text_config(decoder=True)
+        self._config = config = network.config.get_text_config(decoder=True)
         self.model = reference
         self.vocab_size = vocab_size
         self.context_length = context_length(config)
@@ -46,12 +47,12 @@ class TransformersExecutor:
         self.device, self.dtype = str(parameter.device), str(parameter.dtype).removeprefix("torch.")
         self._head_ids = None if head_ids is None else head_ids.to(self._device)
         self._kinds = attention_kinds(config)
-        self._additive = network.config._attn_implementation == "eager"
-        if network.config._attn_implementation == "sdpa":
+        self._packs_heads = network.config._attn_implementation == "sdpa"
+        if self._packs_heads:
             network.set_attn_implementation(PACKED_ATTENTION)
         names = inspect.signature(network.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
-        self._asked: Tensor | None = None  # bool [B, width]: the positions that the head computes
+        self._asked: Tensor | None = None  # int64 [n]: which of the pass's B · width positions the head computes
         self._cache = RowCache(config.num_hidden_layers)
         self._packed = packed and packable(self._device, self._torch_dtype)
         self._prepare(checked=network.config.model_type not in TESTED and head_ids is None)
@@ -99,8 +100,8 @@ class TransformersExecutor:
         """One forward pass; per row float32 [wanted, vocab_size]. Rows as `RowCache.arrange` gave them."""
         counts = [array.size for array in tokens]
         place = self._cache.place(rows, counts, self._least_width(len(rows)))
-        ids, positions, asked = _padded(place, tokens, counts, wanted)  # [B, width] each
-        self._asked = asked.to(self._device) if any(wanted) else None
+        ids, positions = _padded(place, tokens, counts)
+        self._asked = self._positions(place.width, counts, wanted) if any(wanted) else None
         output = (self._network if any(wanted) else self._network.base_model)(
             input_ids=ids.to(self._device),
             position_ids=positions.to(self._device),
@@ -111,7 +112,7 @@ class TransformersExecutor:
         self._cache.advance(rows, counts)
         if not any(wanted):
             return [torch.empty(0, self.vocab_size, device=self._device)] * len(rows)
-        return torch.split(self._full_width(output.logits[0]), wanted)
+        return torch.split(self._full_width(output.logits[0, : sum(wanted)]), wanted)
 
     def _least_width(self, rows: int) -> int:
         """Packed layers take less time for `LEAST_ROWS` positions than for fewer."""
@@ -121,7 +122,14 @@ class TransformersExecutor:
         """Before the head: keep the asked positions, [B, width, hidden] -> [1, asked, hidden]."""
         if self._asked is None:
             return inputs
-        return (inputs[0][self._asked][None], *inputs[1:])
+        return (inputs[0].flatten(0, 1)[self._asked][None], *inputs[1:])
+
+    def _positions(self, width: int, counts: list[int], wanted: list[int]) -> Tensor:
+        """The last `wanted[b]` of the `counts[b]` positions of each row, the last of all repeated up to the least."""
+        ends = [row * width + count for row, count in enumerate(counts)]
+        asked = [at for end, logits in zip(ends, wanted, strict=True) for at in range(end - logits, end)]
+        asked += asked[-1:] * (self._least_width(1) - len(asked))
+        return torch.tensor(asked, device=self._device)
 
     def _full_width(self, logits: Tensor) -> Tensor:
         """float32 [n, vocab_size] of the head's [n, H]."""
@@ -131,7 +139,8 @@ class TransformersExecutor:
         return full.index_copy_(1, self._head_ids, logits.float())
 
     def _masks(self, place: Placement) -> Tensor | dict[str, Tensor]:
-        """Per kind of layer, who sees whom: [B, 1, width, length]. Unused columns lie after every query."""
+        """Per kind of layer, who sees whom: 0 or the lowest number, [B, 1, copies · width, length] (`mask_copies`).
+        Unused columns lie after every query."""
         masks = {kind.name: self._mask(place, kind) for kind in self._kinds}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
@@ -141,10 +150,10 @@ class TransformersExecutor:
         seen = key <= query
         if kind.window is not None:
             seen &= key > query - kind.window
-        if not self._additive:
-            return seen
         lowest = torch.finfo(self._torch_dtype).min
-        return torch.zeros(seen.shape, dtype=self._torch_dtype, device=self._device).masked_fill_(~seen, lowest)
+        mask = torch.zeros(seen.shape, dtype=self._torch_dtype, device=self._device).masked_fill_(~seen, lowest)
+        copies = mask_copies(self._config, place.width) if self._packs_heads else 1
+        return mask.repeat(1, 1, copies, 1) if copies > 1 else mask
 
     # -- start
 
@@ -187,14 +196,11 @@ class TransformersExecutor:
         return ModelError(f"model {self.model!r}: architecture {kind!r} cannot be run with {means} ({why}); {hint}")
 
 
-def _padded(
-    place: Placement, tokens: list[npt.NDArray[np.int64]], counts: list[int], wanted: list[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, positions and asked positions, [B, width] each. Padding repeats the row's last token and position."""
+def _padded(place: Placement, tokens: list[npt.NDArray[np.int64]], counts: list[int]) -> tuple[Tensor, Tensor]:
+    """Ids and positions, [B, width] each. Padding repeats the row's last token and position."""
     size = (len(tokens), place.width)
-    ids, positions, asked = np.empty(size, np.int64), np.empty(size, np.int64), np.zeros(size, np.bool_)
-    for index, (array, count, start, logits) in enumerate(zip(tokens, counts, place.starts, wanted, strict=True)):
+    ids, positions = np.empty(size, np.int64), np.empty(size, np.int64)
+    for index, (array, count, start) in enumerate(zip(tokens, counts, place.starts, strict=True)):
         ids[index, :count], ids[index, count:] = array, array[-1]
         positions[index] = np.minimum(np.arange(start, start + place.width), start + count - 1)
-        asked[index, count - logits : count] = True
-    return torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(asked)
+    return torch.from_numpy(ids), torch.from_numpy(positions)
