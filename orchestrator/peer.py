@@ -135,5 +135,6 @@ def _arguments(role: str, device: str, address: str, config: RuntimeConfig) -> t
         "--model", config.target_model if target else config.draft_model,
         "--dtype", config.target_dtype if target else config.draft_dtype,
         "--threads", str(threads),
+        "--kept-tokens", str(config.kept_tokens),
     ]  # fmt: skip
     return arguments + (["--debug"] if config.debug else []), threads

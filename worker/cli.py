@@ -44,6 +44,13 @@ def worker_command(
         help="tcp://HOST:PORT (control at PORT+1), ipc://PATH. A host beyond this machine needs --insecure.",
     )
     @click.option("--threads", type=click.IntRange(1, 1024), default=os.cpu_count() or 1, show_default=True)
+    @click.option(
+        "--kept-tokens",
+        type=click.IntRange(min=0),
+        default=WorkerConfig.kept_tokens,
+        show_default=True,
+        help="Most tokens kept of ended requests, for prompts that begin alike; 0 runs every prompt in whole.",
+    )
     @click.option("--insecure", is_flag=True, help="Allow a non-loopback --listen: anyone who reaches it can use it.")
     @click.option("--exit-with-stdin", is_flag=True, help="End when standard input closes (set by a supervisor).")
     @click.option("--debug", is_flag=True, help="Tracebacks and more log lines.")
@@ -54,11 +61,14 @@ def worker_command(
         dtype: str,
         listen: str,
         threads: int,
+        kept_tokens: int,
         insecure: bool,
         exit_with_stdin: bool,
         debug: bool,
     ) -> None:
-        config = WorkerConfig(role, model, listen, device, dtype, threads, insecure, exit_with_stdin, debug)
+        config = WorkerConfig(
+            role, model, listen, device, dtype, threads, insecure, exit_with_stdin, debug, kept_tokens
+        )
         sys.exit(run_worker(config, load))
 
     return command

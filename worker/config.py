@@ -15,7 +15,8 @@ class WorkerConfig:
 
     `listen` is the data address; the control address follows from it (protocol.addresses). `threads` is torch's
     intra-op thread count. `exit_with_stdin` ends the process when its standard input closes: a supervising parent
-    holds the other end of that pipe, so that no worker outlives it.
+    holds the other end of that pipe, so that no worker outlives it. `kept_tokens` bounds what is kept of ended requests
+    for prompts that begin alike (worker.kept_rows); 0: nothing is kept or shared.
     """
 
     role: Role
@@ -27,3 +28,4 @@ class WorkerConfig:
     insecure: bool = False
     exit_with_stdin: bool = False
     debug: bool = False
+    kept_tokens: int = 4096
