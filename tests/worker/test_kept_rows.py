@@ -1,4 +1,4 @@
-"""Which row a prompt starts from, and which rows are kept for how long. A toy executor whose logits tell all of a row."""
+"""Which row a prompt starts from, and which are kept for how long, on a toy executor whose logits tell all of a row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both engines behind their own loops: a prompt that begins as an earlier one isn't run again, and nothing else changes.
+"""Both engines in their own loops: a prompt that begins as an earlier one isn't run again, and nothing else changes.
 
 The measure is the same conversation on workers that keep nothing: every message that they send, every logit.
 """
@@ -100,15 +100,20 @@ class Talk:
         block = self.ask(self.drafter, Propose(request_id, 1, len(tokens), block_id, GAMMA, 0, ids(tokens[-9:])))
         assert isinstance(block, Block), block
         if ahead:
-            branch = Branch(
-                request_id, 1, len(tokens), block_id, GAMMA, GAMMA, 0.0, 8, 0.6, 100, (), ids(tokens[-9:]), block.tokens
-            )
-            self.ask(self.drafter, branch)
+            self.branch(request_id, tokens, block.tokens.tolist(), block_id)
         verdict = self.ask(
             self.target, Verify(request_id, 1, len(tokens), block_id, ids(tokens[-9:]), block.tokens, block.q)
         )
         assert isinstance(verdict, Verdict), verdict
         return [*block.tokens[: verdict.accepted].tolist(), verdict.token]
+
+    def branch(self, request_id: int, tokens: list[int], block: list[int], block_id: int = 1) -> None:
+        """Have the draft work behind a block in flight."""
+        tail = ids(tokens[-9:])
+        self.ask(
+            self.drafter,
+            Branch(request_id, 1, len(tokens), block_id, GAMMA, GAMMA, 0.0, 8, 0.6, 100, (), tail, ids(block)),
+        )
 
     def close(self, request_id: int) -> None:
         for worker in (self.target, self.drafter):
@@ -180,7 +185,7 @@ def test_requests_beside_each_other_share_a_prompt_that_was_read() -> None:
     talk.open(1, FIRST)
     tokens = FIRST + talk.round(1, FIRST, 1)
     talk.forget()
-    talk.open(2, FIRST[:600] + [1, 1, 2])
+    talk.open(2, [*FIRST[:600], 1, 1, 2])
     assert talk.target_executor.fed == [2] == talk.draft_executor.fed
     talk.forget()
     for block_id in (2, 3):
@@ -216,6 +221,16 @@ def test_a_request_cancelled_midway_leaves_what_was_read() -> None:
     assert talk.round(2, prompt, 1) == reference(prompt)
 
 
+def test_a_block_that_the_draft_has_read_is_on_its_row() -> None:
+    talk = Talk(4096)
+    talk.open(1, FIRST)
+    talk.branch(1, FIRST, [5, 0, 6, 2])
+    talk.close(1)
+    talk.forget()
+    talk.open(2, [*FIRST, 5, 0, 6, 2, 1, 1])
+    assert talk.draft_executor.fed == [1]
+
+
 def test_a_prompt_cancelled_while_it_goes_in_is_not_kept() -> None:
     talk = Talk(4096)
     opened = Open(1, 1, 77, "rejection", "counts", Sampling(1.0, 0, 1.0, 0.0), V, ids(FIRST))
@@ -233,6 +248,22 @@ def test_the_tokens_kept_are_bounded_and_no_row_is_lost() -> None:
         talk.turn(start + 1, [(start + 1) * token % V for token in FIRST], rounds=2)
         assert len(talk.target_executor.opened) == len(talk.draft_executor.opened) == min(3, start + 1)
     talk.open(9, [7] * 1200)
+    assert len(talk.target_executor.opened) == len(talk.draft_executor.opened) == 1 + 1
+
+
+def test_a_live_row_that_grows_takes_the_room_of_kept_ones() -> None:
+    talk = Talk(2 * 704)
+    for start in range(2):
+        talk.open(start + 1, [(start + 2) * token % V for token in FIRST])
+        talk.close(start + 1)
+    prompt = [11] * 700
+    talk.open(9, prompt)
+    assert len(talk.target_executor.opened) == len(talk.draft_executor.opened) == 2 + 1
+    tokens, block_id = list(prompt), 0
+    while len(tokens) <= 704:
+        block_id += 1
+        tokens += talk.round(9, tokens, block_id)
+    talk.round(9, tokens, block_id + 1)
     assert len(talk.target_executor.opened) == len(talk.draft_executor.opened) == 1 + 1
 
 
@@ -264,11 +295,12 @@ def test_after_a_nan_everything_starts_afresh() -> None:
     for name in ("target", "drafter"):
         talk = Talk(4096, "coupled", lambda table: ToyExecutor(f"{table},nan_token={V - 1}"))
         prompt = [token % (V - 1) for token in FIRST]
-        talk.open(1, prompt)
-        talk.close(1)
+        for start in (1, 2):  # the bad prompt takes one of the two rows over
+            talk.open(1, prompt[start:])
+            talk.close(1)
         worker = getattr(talk, name)
         executor = talk.target_executor if name == "target" else talk.draft_executor
-        bad = [*prompt, V - 1]
+        bad = [*prompt[1:], V - 1]
         talk.open(2, bad, [worker])
         empty = np.zeros(0, dtype=np.int32)
         asked = {
@@ -281,12 +313,33 @@ def test_after_a_nan_everything_starts_afresh() -> None:
         assert not executor.opened, name
 
 
+def test_a_row_on_which_the_draft_met_a_nan_is_not_kept() -> None:
+    """In the middle of another's block, long after the prompt."""
+    talk = Talk(4096, "coupled", lambda table: ToyExecutor(f"{table},nan_token={V - 1}"))
+    prompt = [token % (V - 1) for token in FIRST]
+    talk.open(1, prompt)
+    talk.branch(1, prompt, [1, V - 1, 2])
+    talk.close(1)
+    assert not talk.draft_executor.opened
+
+
 def test_a_prompt_that_ends_in_nan_is_not_kept() -> None:
     """Nobody asked for logits yet; the prefill looks at the last of its own."""
     talk = Talk(4096, "coupled", lambda table: ToyExecutor(f"{table},nan_token={V - 1}"))
-    talk.open(1, [*([1] * 40), V - 1, 2])
+    bad = [*([1] * 40), V - 1, 2]
+    talk.open(1, bad)
     talk.close(1)
     assert not talk.target_executor.opened and not talk.draft_executor.opened
+
+    good = [2] * 40  # and the same beside the block of a request whose logits are finite
+    talk.open(2, good)
+    opened = Open(3, 1, 77, "coupled", "none", Sampling(1.0, 0, 1.0, 0.0), V, ids(bad))
+    talk.target.tell(Verify(2, 1, len(good), 1, ids([]), ids([3]), EncodedQ("none", ())), opened)
+    talk.drafter.tell(Propose(2, 1, len(good), 1, 1, 0, ids([])), opened)
+    for worker in (talk.target, talk.drafter):
+        assert not worker.busy
+        worker.tell(Close(3))
+    assert len(talk.target_executor.opened) == len(talk.draft_executor.opened) == 1
 
 
 @dataclass
@@ -312,7 +365,7 @@ class Tiny:
 def test_logits_of_a_real_cache(family: str) -> None:
     """With full and with sliding attention: a kept row, taken over and forked, gives the logits of a cold one."""
     first = [7 * i % VOCAB for i in range(50)]
-    turns = [first + [1, 2, 3, 4, 5, 6], first + [9] * 20]  # the second leaves the first one's end to others
+    turns = [[*first, 1, 2, 3, 4, 5, 6], first + [9] * 20]  # the second leaves the first one's end to others
     for prompt in turns:
         warm, cold = Talk(400, "coupled", Tiny(family)), Talk(0, "coupled", Tiny(family))
         for talk in (warm, cold):
