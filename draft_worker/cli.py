@@ -21,7 +21,7 @@ def _load(config: WorkerConfig) -> Served:
     from worker.models import load_model, served_model
 
     executor, vocabulary = load_model(config)
-    engine = ModelDraftEngine(executor)
+    engine = ModelDraftEngine(executor, config.kept_tokens)
     engine.warm_up()
     return served_model(engine, executor, vocabulary)
 

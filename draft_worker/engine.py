@@ -24,7 +24,8 @@ from draft_worker.quantize import pack_rows
 from execution.interface import Executor, Extension
 from protocol.codecs import NO_Q
 from protocol.errors import FailureCode, ProtocolError
-from protocol.messages import Block, Branch, Message, Open, Propose
+from protocol.messages import Block, Branch, Message, Propose
+from worker.kept_rows import KeptRows
 from worker.loop import failure
 from worker.prefill import ALONE, BESIDE_WORK, PrefillQueue
 from worker.sampling import check_open
@@ -58,13 +59,14 @@ class Foreseen:
 
 
 class ModelDraftEngine:
-    """Proposes blocks, and branches ahead of them, with one executor."""
+    """Proposes blocks, and branches ahead of them, with one executor. `kept_tokens` as in KeptRows."""
 
     threaded = False
     work_types: tuple[type[Work], ...] = (Propose, Branch)
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, kept_tokens: int = 0) -> None:
         self._executor = executor
+        self._rows = KeptRows(executor, kept_tokens)
         self._drawer = Drawer(executor.device)
         self._asked: dict[Key, Asked] = {}
         self._runs: dict[Key, Run] = {}  # unfinished, or the last one finished: its branches wait for the outcome
@@ -73,7 +75,7 @@ class ModelDraftEngine:
         self._cut_short: list[tuple[Entry, Message]] = []  # what unfinished runs have cost
         self._pause = 0.0  # seconds between when a run is due and the message after it, lately
         self._passed = -math.inf  # when the last pass for which nobody waited ended
-        self._prefill = PrefillQueue()
+        self._prefill = PrefillQueue(checked=kept_tokens > 0)
         self.in_hand: list[Entry] = []
 
     def warm_up(self) -> None:
@@ -83,23 +85,22 @@ class ModelDraftEngine:
     def busy(self) -> bool:
         return bool(self._asked or len(self._prefill) or self._cut_short or self._foreseen or self._unfinished())
 
-    def open(self, opened: Open) -> int:
+    def open(self, entry: Entry) -> None:
+        opened = entry.opened
         check_open(opened, opened.vocab_size, self._executor.context_length)
         if opened.verify == "rejection" and opened.codec == "none" and opened.sampling.temperature > 0:
             raise ProtocolError(
                 FailureCode.BAD_VALUE, "a model's q is no point mass: rejection needs codec counts or dense"
             )
-        return self._executor.open()
-
-    def fill(self, entry: Entry) -> None:
+        self._rows.open(entry)
         self._prefill.add(entry)
 
-    def close(self, entry: Entry) -> None:
+    def close(self, entry: Entry, *, keep: bool) -> None:
         self._prefill.drop(entry)
         self._asked.pop(entry.key, None)
         self._latest_of(entry, None)
         self._cut_short = [one for one in self._cut_short if one[0] is not entry]
-        self._executor.close(entry.row)
+        self._rows.close(entry, keep=keep)
 
     def check(self, entry: Entry, message: Work) -> None:
         needed = message.base_length + (len(message.tokens) if isinstance(message, Branch) else 1)
@@ -142,6 +143,7 @@ class ModelDraftEngine:
     def step(self) -> list[tuple[Entry, Message]]:
         """One pass over all that grows; the blocks and branches that are complete after it."""
         began = time.perf_counter()
+        self._rows.make_room()
         asked = [one for one in self._asked.values() if one.drafting.wants_more]
         runs = self._unfinished()
         pieces = self._prefill.take(BESIDE_WORK if asked or runs else ALONE)
@@ -159,12 +161,12 @@ class ModelDraftEngine:
         batch = [self._reading(run) for run in reading]
         batch += [Extension(one.row, self._known(one.feed), 1) for one in growing]
         fed = len(batch)
-        batch += [Extension(p.entry.row, self._known(p.tokens), 0) for p in pieces if p.tokens]
-        logits = self._executor.extend(batch)[:fed] if batch else []
-        replies = self._prefill.fed(pieces) + self._cut_short
+        batch += [Extension(p.entry.row, self._known(p.tokens), p.logits) for p in pieces if p.tokens]
+        logits = self._executor.extend(batch) if batch else []
+        replies = self._prefill.fed(pieces, logits[fed:]) + self._cut_short
         self._cut_short = []
         if fed:
-            scores = scores_of(logits, [run.entry for run in reading] + [one.entry for one in growing])
+            scores = scores_of(logits[:fed], [run.entry for run in reading] + [one.entry for one in growing])
             for run, read in zip(reading, scores, strict=False):
                 self._read(run, read)
             if growing:
@@ -189,7 +191,9 @@ class ModelDraftEngine:
     def _read(self, run: Run, scores: Tensor) -> None:
         """Fork off the places that a pass has just read: scores [reads, V]."""
         self._fork(run, scores.unbind(), behind=bool(run.branches))
-        if not bool(scores.amax(dim=-1).isfinite().all()):
+        if bool(scores.amax(dim=-1).isfinite().all()):
+            run.entry.holds(run.entry.cached)
+        else:
             self._forget_from(run.entry, len(run.entry.tokens) - 1)
 
     def _fork(self, run: Run, scores: Sequence[Tensor], *, behind: bool = False) -> None:
@@ -251,7 +255,7 @@ class ModelDraftEngine:
         if drafting.broken:
             self._forget_from(entry, drafting.held if drafting.tokens else 0)
         elif drafting.tokens:
-            entry.cached = (entry.tokens + drafting.tokens)[: drafting.held]
+            entry.holds((entry.tokens + drafting.tokens)[: drafting.held])
             self._latest[entry.key] = drafting
         # Tokens drawn before a NaN are sent: it may have come of them, and a drawn token that is thrown away for what
         # it is would bias the text (rule E2).
@@ -299,14 +303,15 @@ class ModelDraftEngine:
             return latest
         self._executor.close(entry.row)
         entry.row = branch.row
-        entry.cached = (entry.tokens + branch.tokens)[: branch.held]
+        entry.holds((entry.tokens + branch.tokens)[: branch.held])
         self._executor.truncate(entry.row, branch.held)  # of a NaN nothing may stay
         return branch
 
     def _forget_from(self, entry: Entry, length: int) -> None:
-        """Roll the request's row back: nothing computed from a NaN may stay."""
+        """Roll the request's row back: nothing computed from a NaN may stay, nor does any other row rely on it."""
         self._executor.truncate(entry.row, length)
-        entry.cached = entry.cached[:length]
+        entry.cached, entry.sound = entry.cached[:length], 0
+        self._rows.clear()
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
         """Tokens as this model can read them: an id beyond its own (smaller, unpadded) vocabulary is read as id 0.

@@ -13,7 +13,7 @@ import numpy as np
 from protocol.codecs import NO_Q
 from protocol.errors import FailureCode, ProtocolError
 from protocol.limits import MAX_LENGTH, MAX_VOCAB
-from protocol.messages import Block, Message, Open, Opened, Propose, TokenizerReply
+from protocol.messages import Block, Message, Opened, Propose, TokenizerReply
 from worker.process import Served
 from worker.table import Entry, Work
 
@@ -46,17 +46,15 @@ class NgramDraftEngine:
     def busy(self) -> bool:
         return bool(self._replies)
 
-    def open(self, opened: Open) -> int:
+    def open(self, entry: Entry) -> None:
+        opened = entry.opened
         if opened.verify == "rejection" and opened.codec != "none" and opened.sampling.temperature > 0:
             raise ProtocolError(
                 FailureCode.BAD_VALUE, f"ngram's q is a point mass: open with codec none, not {opened.codec}"
             )
-        return 0
+        self._replies.append((entry, Opened(entry.request_id, opened.epoch, len(entry.tokens))))
 
-    def fill(self, entry: Entry) -> None:
-        self._replies.append((entry, Opened(entry.request_id, entry.opened.epoch, len(entry.tokens))))
-
-    def close(self, entry: Entry) -> None:
+    def close(self, entry: Entry, *, keep: bool) -> None:
         self._replies = [one for one in self._replies if one[0] is not entry]
 
     def check(self, entry: Entry, message: Work) -> None:

@@ -26,7 +26,8 @@ class RuntimeConfig:
     """Where the two workers run and how they speculate.
 
     `target`, `draft`: a device (cpu, gpu0, mps), an address (tcp://host:port, ipc://path); `draft` also "none" (plain
-    decoding) and "ngram" (short for draft_model="ngram" on cpu). Times in seconds. UsageError on anything impossible.
+    decoding) and "ngram" (short for draft_model="ngram" on cpu). `kept_tokens` is for workers started here. Times in
+    seconds. UsageError on anything impossible.
     """
 
     target: str = "cpu"
@@ -44,6 +45,7 @@ class RuntimeConfig:
     codec: str = "counts"
     connect_timeout: float = 10.0  # for a worker at an address; one started here is waited for while it lives
     draft_timeout: float = 10.0  # a block that takes longer is not waited for: the round goes on at γ = 0
+    kept_tokens: int = 4096  # of ended requests, on each worker, for prompts that begin alike; 0: none
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -65,6 +67,8 @@ class RuntimeConfig:
         for name, count in (("target-threads", self.target_threads), ("draft-threads", self.draft_threads)):
             if not 1 <= count <= 1024:
                 raise UsageError(f"--{name} {count} is out of range: expected 1 to 1024")
+        if not self.kept_tokens >= 0:
+            raise UsageError(f"--kept-tokens {self.kept_tokens} is out of range: expected 0 (off) or more")
         for name, seconds in (("connect-timeout", self.connect_timeout), ("draft-timeout", self.draft_timeout)):
             if not (math.isfinite(seconds) and seconds > 0):
                 raise UsageError(f"--{name} {seconds} is out of range: expected a positive number of seconds")

@@ -42,6 +42,7 @@ class Lane:
         self._codec = codec
         self._vocab_size = vocab_size
         self._instance = ""
+        self._told = ""  # the life of the worker that was asked to open it: it holds a row, reply or not
         self.epoch = 0
         self.known = 0
 
@@ -61,6 +62,7 @@ class Lane:
             vocab_size=self._vocab_size,
             tokens=token_array(self._request.tokens),
         )
+        self._told = peer.welcome.instance
         reply = await peer.link.request(message, None)
         self.known = reply.message.length
         self._instance = peer.welcome.instance
@@ -81,7 +83,8 @@ class Lane:
         return False
 
     def close(self, peer: Peer | None) -> None:
-        """Free the worker's state. Raises LinkLost."""
-        if peer is not None and peer.alive and self._instance == peer.welcome.instance:
+        """Free the worker's state, also where the prompt is still going in. Raises LinkLost."""
+        if peer is not None and peer.alive and self._told == peer.welcome.instance:
             peer.link.post(Close(self._request.request_id))
+        self._told = ""
         self.forget()

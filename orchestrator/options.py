@@ -80,6 +80,12 @@ _RUNTIME_OPTIONS = (
     _option("--codec", _RUNTIME, "How q̃ travels when --verify is rejection.", type=click.Choice(CODECS)),
     _option("--connect-timeout", _RUNTIME, "Seconds to wait for a worker at an address.", type=float),
     _option("--draft-timeout", _RUNTIME, "Seconds to wait for a block before going on without one.", type=float),
+    _option(
+        "--kept-tokens",
+        _RUNTIME,
+        "Most tokens that a worker started here keeps of ended requests, for prompts that begin alike; 0: none.",
+        type=int,
+    ),
     _option("--debug", _RUNTIME, "Tracebacks and more log lines.", is_flag=True),
 )
 

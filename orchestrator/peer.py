@@ -136,5 +136,6 @@ def _arguments(role: str, device: str, address: str, config: RuntimeConfig) -> t
         "--dtype", config.target_dtype if target else config.draft_dtype,
         "--threads", str(threads),
         "--weights", config.weights,
+        "--kept-tokens", str(config.kept_tokens),
     ]  # fmt: skip
     return arguments + (["--debug"] if config.debug else []), threads

@@ -14,7 +14,7 @@ def _load(config: WorkerConfig) -> Served:
     from worker.models import load_model, served_model
 
     executor, vocabulary = load_model(config)
-    engine = TargetEngine(executor)
+    engine = TargetEngine(executor, config.kept_tokens)
     engine.warm_up()
     return served_model(engine, executor, vocabulary)
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from execution.interface import Executor, Extension
 from protocol.codecs import decode
 from protocol.errors import FailureCode, ProtocolError
-from protocol.messages import Message, Open, Verdict, Verify
+from protocol.messages import Message, Verdict, Verify
 from speculative import Outcome, SamplingOptions, log_distribution, verify_coupled, verify_greedy, verify_rejection
+from worker.kept_rows import KeptRows
 from worker.loop import failure
 from worker.prefill import ALONE, BESIDE_WORK, PASS_TOKENS, PrefillQueue
 from worker.sampling import check_open, sampling_options
@@ -46,17 +47,21 @@ class Checked:
 
 
 class TargetEngine:
-    """Verifies blocks with one executor. A pass takes at most `pass_tokens` tokens (one block always fits)."""
+    """Verifies blocks with one executor. A pass takes at most `pass_tokens` tokens (one block always fits).
+
+    `kept_tokens`: how many are kept of ended requests for prompts that begin alike, see KeptRows.
+    """
 
     threaded = True
     work_types: tuple[type[Work], ...] = (Verify,)
 
-    def __init__(self, executor: Executor, pass_tokens: int = PASS_TOKENS) -> None:
+    def __init__(self, executor: Executor, kept_tokens: int = 0, pass_tokens: int = PASS_TOKENS) -> None:
         self._executor = executor
+        self._rows = KeptRows(executor, kept_tokens)
         self._pass_tokens = pass_tokens
         self._waiting: list[Checked] = []  # in the order of arrival
         self._refused: list[tuple[Entry, Message]] = []  # answers that need no pass
-        self._prefill = PrefillQueue()
+        self._prefill = PrefillQueue(checked=kept_tokens > 0)
         self._lock = threading.Lock()  # around what `start`, beside a pass, adds to
         self.in_hand: list[Entry] = []
 
@@ -73,18 +78,16 @@ class TargetEngine:
     def busy(self) -> bool:
         return bool(self._waiting or self._refused or len(self._prefill))
 
-    def open(self, opened: Open) -> int:
-        check_open(opened, self._executor.vocab_size, self._executor.context_length)
-        return self._executor.open()
-
-    def fill(self, entry: Entry) -> None:
+    def open(self, entry: Entry) -> None:
+        check_open(entry.opened, self._executor.vocab_size, self._executor.context_length)
+        self._rows.open(entry)
         self._prefill.add(entry)
 
-    def close(self, entry: Entry) -> None:
+    def close(self, entry: Entry, *, keep: bool) -> None:
         self._prefill.drop(entry)
         self._waiting = [one for one in self._waiting if one.entry is not entry]
         self._refused = [one for one in self._refused if one[0] is not entry]
-        self._executor.close(entry.row)
+        self._rows.close(entry, keep=keep)
 
     def check(self, entry: Entry, message: Work) -> None:
         assert isinstance(message, Verify)
@@ -116,15 +119,16 @@ class TargetEngine:
     def step(self) -> list[tuple[Entry, Message]]:
         """One pass over the blocks that wait, oldest first, and a piece of the prompts that wait."""
         started = time.perf_counter()
+        self._rows.make_room()
         with self._lock:
             replies, self._refused = self._refused, []
             batch, chosen = self._chosen()
         room = self._pass_tokens - sum(len(extension.tokens) for extension in batch)
         pieces = self._prefill.take(min(room, BESIDE_WORK if batch else ALONE))
         self.in_hand = [one.entry for one in chosen] + [piece.entry for piece in pieces]
-        batch += [Extension(piece.entry.row, piece.tokens, 0) for piece in pieces if piece.tokens]
+        batch += [Extension(piece.entry.row, piece.tokens, piece.logits) for piece in pieces if piece.tokens]
         logits = self._executor.extend(batch) if batch else []
-        replies += self._prefill.fed(pieces)
+        replies += self._prefill.fed(pieces, logits[len(chosen) :])
         if chosen:
             outcomes = self._verify(chosen, logits[: len(chosen)])
             for one, outcome in zip(chosen, outcomes, strict=True):
@@ -184,12 +188,13 @@ class TargetEngine:
         entry = one.entry
         if outcome.error is not None:
             self._executor.truncate(entry.row, 0)  # nothing computed from a NaN may stay
-            entry.cached = []
+            entry.holds([])
+            self._rows.clear()  # asked again, the prompt starts afresh
             return
         entry.tokens += [*one.tokens[: outcome.accepted], outcome.token]
         kept = len(entry.tokens) - 1  # the new token isn't fed yet
         self._executor.truncate(entry.row, kept)
-        entry.cached = entry.tokens[:kept]
+        entry.holds(entry.tokens[:kept])
 
 
 def _answer(one: Checked, outcome: Outcome, cost: tuple[float, int, int]) -> Message:

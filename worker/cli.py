@@ -51,6 +51,13 @@ def worker_command(
         type=click.Choice(WEIGHTS),
         help="packed: float32 weights on a CPU are laid out anew for its products; plain: they stay as they are.",
     )
+    @click.option(
+        "--kept-tokens",
+        type=click.IntRange(min=0),
+        default=WorkerConfig.kept_tokens,
+        show_default=True,
+        help="Most tokens kept of ended requests, for prompts that begin alike; 0 runs every prompt in whole.",
+    )
     @click.option("--insecure", is_flag=True, help="Allow a non-loopback --listen: anyone who reaches it can use it.")
     @click.option("--exit-with-stdin", is_flag=True, help="End when standard input closes (set by a supervisor).")
     @click.option("--debug", is_flag=True, help="Tracebacks and more log lines.")
@@ -62,11 +69,14 @@ def worker_command(
         listen: str,
         threads: int,
         weights: str,
+        kept_tokens: int,
         insecure: bool,
         exit_with_stdin: bool,
         debug: bool,
     ) -> None:
-        config = WorkerConfig(role, model, listen, device, dtype, threads, weights, insecure, exit_with_stdin, debug)
+        config = WorkerConfig(
+            role, model, listen, device, dtype, threads, weights, kept_tokens, insecure, exit_with_stdin, debug
+        )
         sys.exit(run_worker(config, load))
 
     return command

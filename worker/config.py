@@ -17,7 +17,8 @@ class WorkerConfig:
     `listen` is the data address; the control address follows from it (protocol.addresses). `threads` is torch's
     intra-op thread count. `weights`: "packed" lays out a CPU's float32 weights anew, "plain" leaves them as they are.
     `exit_with_stdin` ends the process when its standard input closes: a supervising parent holds the other end of that
-    pipe, so that no worker outlives it.
+    pipe, so that no worker outlives it. `kept_tokens` bounds what is kept of ended requests for prompts that begin
+    alike (worker.kept_rows); 0: nothing is kept or shared.
     """
 
     role: Role
@@ -27,6 +28,7 @@ class WorkerConfig:
     dtype: str = "float32"
     threads: int = 1
     weights: str = "packed"
+    kept_tokens: int = 4096
     insecure: bool = False
     exit_with_stdin: bool = False
     debug: bool = False

@@ -56,11 +56,10 @@ class Engine(Protocol):
     def in_hand(self) -> Sequence[Entry]:
         """The requests of the last step that was begun: what fails with it."""
 
-    def open(self, opened: Open) -> int:
-        """A row for a new request; ProtocolError `bad_value` or `context_full` where it can't be served."""
-
-    def fill(self, entry: Entry) -> None:
-        """Prefill a request that was just opened, in the steps to come; `Opened` is the reply."""
+    def open(self, entry: Entry) -> None:
+        """Give a new request its row and prefill it in the steps to come; `Opened` is the reply. ProtocolError
+        `bad_value` or `context_full` where it can't be served, and then nothing has changed.
+        """
 
     def check(self, entry: Entry, message: Work) -> None:
         """ProtocolError where `message` can't be run, before anything has changed."""
@@ -71,8 +70,10 @@ class Engine(Protocol):
     def step(self) -> Replies:
         """One pass of the model over what is there, and the replies that are ready after it."""
 
-    def close(self, entry: Entry) -> None:
-        """Free the row and drop what is being done for it."""
+    def close(self, entry: Entry, *, keep: bool) -> None:
+        """Drop what is being done for the request and free its row. `keep`: prompts to come may use what that holds;
+        not where a pass failed.
+        """
 
 
 class WorkerLoop:
@@ -181,10 +182,9 @@ class WorkerLoop:
             self._endpoint.send(peer, self._tokenizer)
         elif isinstance(message, Open):
             self._close((peer, message.request_id))
-            row = self._engine.open(message)
-            entry = Entry((peer, message.request_id), message, row, message.tokens.tolist())
+            entry = Entry((peer, message.request_id), message, message.tokens.tolist())
+            self._engine.open(entry)
             self._table.add(entry)
-            self._engine.fill(entry)
         elif isinstance(message, Close):
             self._close((peer, message.request_id))
         elif isinstance(message, self._engine.work_types):
@@ -222,7 +222,7 @@ class WorkerLoop:
         entry = self._table.remove(key)
         if entry is not None:
             self._forget(key)
-            self._engine.close(entry)
+            self._engine.close(entry, keep=True)
 
     def _forget(self, key: Key) -> None:
         """Nothing is expected of a request that has ended."""
@@ -274,7 +274,7 @@ class WorkerLoop:
                 continue
             self._forget(entry.key)
             try:
-                self._engine.close(entry)
+                self._engine.close(entry, keep=False)
             except Exception:
                 logger.exception("closing request %d failed", entry.request_id)
             self._endpoint.send(entry.key[0], failure(entry.work or entry.opened, cause))

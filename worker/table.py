@@ -19,13 +19,17 @@ Work = Propose | Branch | Verify
 
 @dataclass
 class Entry:
-    """One open request: `tokens` are committed, `cached` are the tokens whose keys and values the row holds."""
+    """One open request: `tokens` are committed, `cached` are the tokens whose keys and values the row holds.
+
+    `sound`: how many of them, from the first, finite logits have followed; others don't rely on the rest.
+    """
 
     key: Key
     opened: Open
-    row: int
     tokens: list[int]
+    row: int = -1  # given by the engine when it opens the request
     cached: list[int] = field(default_factory=list)
+    sound: int = 0
     verdict: Verdict | None = None  # the last one given: a repeated verify returns it (rule E5)
     work: Work | None = None  # what is being worked on
 
@@ -56,12 +60,20 @@ class Entry:
 
         The last committed token is always fed again if it has to be, since its logits are what is asked for.
         """
-        limit = min(len(self.cached), len(self.tokens) - 1)
-        if self.cached[:limit] == self.tokens[:limit]:  # nearly always, and one comparison in C
-            keep = limit
-        else:
-            keep = next(i for i in range(limit) if self.cached[i] != self.tokens[i])
+        keep = min(common_prefix(self.cached, self.tokens), len(self.tokens) - 1)
         return keep, self.tokens[keep:]
+
+    def holds(self, tokens: list[int]) -> None:
+        """The row holds these tokens, and the logits after them were finite."""
+        self.cached, self.sound = tokens, len(tokens)
+
+
+def common_prefix(one: list[int], other: list[int]) -> int:
+    """How many tokens both begin with."""
+    limit = min(len(one), len(other))
+    if one[:limit] == other[:limit]:  # nearly always, and one comparison in C
+        return limit
+    return next(i for i in range(limit) if one[i] != other[i])
 
 
 class RequestTable:

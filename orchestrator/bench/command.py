@@ -56,7 +56,8 @@ async def run_bench(job: BenchJob) -> int:
     if job.synthetic is not None and job.files:
         raise UsageError(f"--synthetic reads no text: leave out {job.files[0]}")
     synthetic = None if job.synthetic is None else parse_synthetic(job.synthetic)
-    config = job.config if synthetic is None else synthetic.configure(job.config)
+    config = dataclasses.replace(job.config, kept_tokens=0)  # both modes run the same prompts: each is prefilled anew
+    config = config if synthetic is None else synthetic.configure(config)
     options = dataclasses.replace(job.options, seed=job.options.seeded())
     _check(job, config)
     prompts = _prompts(job, synthetic)

@@ -70,10 +70,12 @@ def test_prompt_file(tmp_path: Path) -> None:
         {"prompt": "a" * 300, "category": "long"},
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    report, table = bench(str(path), *PAIR, "--requests", "2", "--max-tokens", "12", "--seed", "3")
+    asked = ("--requests", "2", "--max-tokens", "12", "--seed", "3", "--kept-tokens", "500")
+    report, table = bench(str(path), *PAIR, *asked)
     assert set(report["summary"]["categories"]) == {"qa", "rag"}
     assert "1 prompts were left out" in table
     assert report["config"]["seed"] == 3
+    assert report["config"]["kept_tokens"] == 0, "both modes run the same prompts: each is prefilled anew"
 
 
 @pytest.mark.parametrize(

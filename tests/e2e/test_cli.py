@@ -163,6 +163,8 @@ BAD: dict[str, tuple[list[str], str]] = {
     "empty prompt": (["generate", ""], "prompt is empty"),
     "gamma below 0": (["generate", "x", "--gamma", "-1"], "gamma.*-1.*64"),
     "absurd gamma": (["generate", "x", "--gamma", "1000"], "gamma.*1000.*64"),
+    "kept tokens below 0": (["generate", "x", "--kept-tokens", "-1"], "kept-tokens -1.*0.*or more"),
+    "kept tokens no number": (["generate", "x", "--kept-tokens", "some"], "kept-tokens.*some"),
     "unknown overlap": (["generate", "x", "--overlap", "maybe"], "overlap.*maybe.*on.*off"),
     "gamma no number": (["generate", "x", "--gamma", "many"], "gamma.*many"),
     "negative temperature": (["generate", "x", "--temperature", "-0.5"], "temperature.*-0.5"),
@@ -239,6 +241,7 @@ def test_bad_environment() -> None:
         (["--listen", "ipc:///no/such/folder/s"], "folder"),
         ([], "--listen"),
         (["--listen", "tcp://127.0.0.1:7001", "--threads", "0"], "threads"),
+        (["--listen", "tcp://127.0.0.1:7001", "--kept-tokens", "-1"], "kept-tokens.*-1 is not in the range"),
     ],
 )
 def test_bad_worker_command(role: str, arguments: list[str], says: str) -> None:

@@ -1,4 +1,4 @@
-"""Every command and program of the README, and every command of two pages, runs.
+"""Every command and program of the README, and every command of three pages, runs.
 
 The two that set things up are run by .ci/run, from the README itself.
 
@@ -30,6 +30,7 @@ STAND_INS = {
     "gpu1": "cpu",
 }
 SHORTENED = {  # the last of two flags counts
+    "scripts/measure_turns.py": ("--target-model", TARGET, "--draft-model", DRAFT, "--history", "100", "--pairs", "1"),
     "scripts/measure_bars.py": ("--only", "wide-coupled", "--seeds", "1"),
     "bench": ("--requests", "1", "--max-tokens", "24"),
 }
@@ -104,7 +105,7 @@ def test_scripts(tmp_path: Path) -> None:
             assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("page", ["benchmarks", "performance"])
+@pytest.mark.parametrize("page", ["benchmarks", "performance", "prefix_reuse"])
 def test_commands_of_a_page(page: str, tmp_path: Path) -> None:
     """One after another in one folder: a later one reads what an earlier one wrote."""
     found = commands((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))

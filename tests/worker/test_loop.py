@@ -56,14 +56,11 @@ class GatedEngine:
     def busy(self) -> bool:
         return bool(self._filling or self._waiting)
 
-    def open(self, opened: Open) -> int:
-        self.changed.append(("open", opened.request_id))
-        return opened.request_id
-
-    def fill(self, entry: Entry) -> None:
+    def open(self, entry: Entry) -> None:
+        self.changed.append(("open", entry.request_id))
         self._filling.append(entry)
 
-    def close(self, entry: Entry) -> None:
+    def close(self, entry: Entry, *, keep: bool) -> None:
         self.changed.append(("close", entry.request_id))
         self._waiting = [one for one in self._waiting if one is not entry]
 
