@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from execution import default_models
 from execution.devices import parse_device, parse_dtype, set_threads
@@ -19,7 +19,7 @@ from execution.vocabulary import Vocabulary
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ModelError", "load", "model_source"]
+__all__ = ["ModelError", "load", "model_source", "read_network"]
 
 
 def load(
@@ -68,11 +68,24 @@ def _load_synthetic(model: str, device: str, dtype: str) -> tuple[Executor, Voca
 
 
 def _load_network(model: str, device: torch.device, dtype: torch.dtype, packed: bool) -> tuple[Executor, Vocabulary]:
-    source = model_source(model)
-    from execution.draft_checkpoint import draft_settings, load_draft
-    from execution.hub_models import load_network
     from execution.transformers_executor import TransformersExecutor
 
+    network, head_ids, vocabulary = read_network(model, device, dtype)
+    size = int(network.config.get_text_config(decoder=True).vocab_size)
+    if vocabulary.size > size:
+        raise ModelError(
+            f"model {model!r}: its tokenizer has {vocabulary.size} ids, the model only {size}: the two do not belong"
+            " together; use the tokenizer that came with the model"
+        )
+    return TransformersExecutor(network, model, vocab_size=size, head_ids=head_ids, packed=packed), vocabulary
+
+
+def read_network(model: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, torch.Tensor | None, Vocabulary]:
+    """(transformers' network, ids of a reduced head's outputs, int64 [H], or None, vocabulary). Raises ModelError."""
+    from execution.draft_checkpoint import draft_settings, load_draft
+    from execution.hub_models import load_network
+
+    source = model_source(model)
     settings = draft_settings(source) if isinstance(source, Path) else None
     head_ids = None
     if settings is not None and isinstance(source, Path):
@@ -83,13 +96,7 @@ def _load_network(model: str, device: torch.device, dtype: torch.dtype, packed: 
     else:
         network = load_network(model, source, dtype, device)
         vocabulary = _vocabulary(model, source)
-    size = int(network.config.get_text_config(decoder=True).vocab_size)
-    if vocabulary.size > size:
-        raise ModelError(
-            f"model {model!r}: its tokenizer has {vocabulary.size} ids, the model only {size}: the two do not belong"
-            " together; use the tokenizer that came with the model"
-        )
-    return TransformersExecutor(network, model, vocab_size=size, head_ids=head_ids, packed=packed), vocabulary
+    return network, head_ids, vocabulary
 
 
 def model_source(model: str) -> Path | str:

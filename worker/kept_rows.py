@@ -12,6 +12,7 @@ from execution.interface import Executor
 from worker.table import Entry, Key, common_prefix
 
 LEAST = 16  # tokens: fewer are fed again as quickly, and nearly all prompts of one template share as many
+ROW = 128  # tokens that a row counts as at least: thousands of short ones would be as many comparisons a prompt
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class KeptRows:
     """Opens and closes the rows of an engine's requests; keeps some of the closed ones for prompts to come.
 
     A cache of rows is a rectangle, its longest row as wide as all: kept rows times the tokens of the longest row, open
-    or kept, are at most `limit`. 0: every prompt starts with an empty row. As an executor, not thread-safe.
+    or kept, and `ROW` at the least, are at most `limit`, so that there are at most limit / ROW of them (one where the
+    limit is lower). 0: every prompt starts with an empty row. As an executor, not thread-safe.
     """
 
     def __init__(self, executor: Executor, limit: int) -> None:
@@ -71,6 +73,7 @@ class KeptRows:
         if not self._kept:
             return
         longest = max((len(entry.tokens) for entry in self._live.values()), default=0)
+        longest = max(longest, min(ROW, self._limit))
         while self._kept and len(self._kept) * max(longest, *(len(one.tokens) for one in self._kept)) > self._limit:
             self._executor.close(self._kept.pop(0).row)
 

@@ -10,7 +10,7 @@ from execution.interface import Extension
 from execution.toy import ToyExecutor
 from protocol.endpoint import Peer
 from protocol.messages import Open, Sampling, token_array
-from worker.kept_rows import LEAST, KeptRows
+from worker.kept_rows import LEAST, ROW, KeptRows
 from worker.table import Entry, common_prefix
 
 V = 50
@@ -156,7 +156,7 @@ def test_the_longest_prefix_wins_kept_or_live() -> None:
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    rows = Rows(180)  # three rows of 60
+    rows = Rows(3 * ROW)
     rows.keep(FIRST, SECOND, OTHER)
     assert len(rows.kept) == 3
     entry = rows.open(FIRST[:30] + OTHER[:30])  # forks the first, which isn't the oldest any more
@@ -167,20 +167,27 @@ def test_the_least_recently_used_goes_first() -> None:
 
 
 def test_rows_are_a_rectangle_and_live_ones_widen_it() -> None:
-    rows = Rows(180)
+    rows = Rows(3 * ROW)
     rows.keep(FIRST, SECOND, OTHER)
-    live = rows.open([V - 1] * 60)
+    live = rows.open([V - 1] * ROW)
     rows.feed(live)
     assert len(rows.kept) == 3
     rows.feed(live, FIRST[:1])
     rows.kept.make_room()
     assert len(rows.kept) == 2
-    rows.feed(live, FIRST)
+    rows.feed(live, [1] * (ROW // 2))
     rows.kept.make_room()
     assert len(rows.kept) == 1 and rows.held(OTHER) == 59
-    rows.feed(live, FIRST)
+    rows.feed(live, [1] * 2 * ROW)
     rows.kept.make_room()
     assert len(rows.kept) == 0 and rows.open_rows == 1
+
+
+def test_a_short_row_counts_as_a_whole_one() -> None:
+    """Each is a comparison for every prompt, and a sequence of an engine that has few."""
+    rows = Rows(4 * ROW + ROW - 1)
+    rows.keep(*([start] * LEAST for start in range(V)))
+    assert len(rows.kept) == 4 == rows.open_rows
 
 
 def test_of_a_row_beyond_the_limit_its_start_is_kept() -> None:
