@@ -1,8 +1,8 @@
 """Drafting while the target verifies, over real workers: hits are many, and no token depends on them.
 
-The target takes long for a pass, so that branches come in time on a busy machine too. At a fixed γ a seed gives the same rounds
-with overlap on and off. With γ auto blocks depend on what was measured: then coupled ids are those of plain decoding,
-and rejection follows the target's law.
+The target takes long for a pass, so that branches come in time on a busy machine too. At a fixed γ a seed gives the
+same rounds with overlap on and off. With γ auto blocks depend on what was measured: then coupled ids are those of plain
+decoding, and rejection follows the target's law.
 """
 
 from __future__ import annotations
