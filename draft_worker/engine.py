@@ -25,7 +25,7 @@ from execution.interface import Executor, Extension
 from protocol.codecs import NO_Q
 from protocol.errors import FailureCode, ProtocolError
 from protocol.messages import Block, Branch, Message, Propose
-from worker.kept_rows import KeptRows
+from worker.kept_rows import SPARE_ROWS, KeptRows
 from worker.loop import failure
 from worker.prefill import ALONE, BESIDE_WORK, PrefillQueue
 from worker.sampling import check_open
@@ -87,7 +87,7 @@ class ModelDraftEngine:
 
     def open(self, entry: Entry) -> None:
         opened = entry.opened
-        check_open(opened, opened.vocab_size, self._executor.context_length)
+        check_open(opened, opened.vocab_size, self._executor)
         if opened.verify == "rejection" and opened.codec == "none" and opened.sampling.temperature > 0:
             raise ProtocolError(
                 FailureCode.BAD_VALUE, "a model's q is no point mass: rejection needs codec counts or dense"
@@ -208,7 +208,7 @@ class ModelDraftEngine:
         mode, seed, base = mode_of(entry), entry.opened.seed, message.base_length
         found = guesses(self._drawer.noise, scores, first, mode, seed, base, run.block, counts, message.ends)
         for kept, tokens in enumerate(found, start=first):
-            for token in tokens:
+            for token in tokens[: max(0, self._executor.free_rows - SPARE_ROWS)]:
                 row = self._executor.fork(entry.row, base + kept)
                 run.outcomes.append((kept, token))
                 run.branches.append(Drafting(entry, row, base + kept + 1, run.length(kept, behind=behind), [token]))

@@ -19,16 +19,20 @@ def available_devices() -> list[str]:
     return names
 
 
-def parse_device(name: str) -> torch.device:
-    """`cpu`, `gpuN` or `cuda:N`, `mps`. ModelError for a device that is unknown or not there."""
+def canonical_device(name: str) -> str:
+    """`cpu`, `gpuN` (also for `cuda:N`) or `mps`. ModelError for what is none of these."""
     match = re.fullmatch(r"(?:gpu|cuda:?)(\d*)", name)
-    canonical = f"gpu{int(match[1] or 0)}" if match else name
-    devices = available_devices()
+    if match is None and name not in ("cpu", "mps"):
+        raise ModelError(f"device {name!r} is unknown: choose one of {', '.join(available_devices())}")
+    return f"gpu{int(match[1] or 0)}" if match else name
+
+
+def parse_device(name: str) -> torch.device:
+    """As torch has it. ModelError for a device that is unknown or not there."""
+    canonical, devices = canonical_device(name), available_devices()
     if canonical not in devices:
-        known = canonical == "mps" or match is not None
-        why = "is not on this machine" if known else "is unknown"
-        raise ModelError(f"device {name!r} {why}: choose one of {', '.join(devices)}")
-    return torch.device(f"cuda:{canonical[3:]}" if match else canonical)
+        raise ModelError(f"device {name!r} is not on this machine: choose one of {', '.join(devices)}")
+    return torch.device(canonical.replace("gpu", "cuda:"))
 
 
 def parse_dtype(name: str) -> torch.dtype:

@@ -25,6 +25,13 @@ class RowError(ValueError):
         self.row = row
 
 
+class NoFreeRow(ValueError):
+    """All rows that the executor has are open; nothing was changed."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(f"all {rows} rows are in use: close one first")
+
+
 class ContextFull(RowError):
     """The row would grow beyond the model's context length."""
 

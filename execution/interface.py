@@ -1,6 +1,7 @@
 """What the workers ask of a model: rows of tokens that are extended in ragged batches and rolled back.
 
-Imports torch and numpy only; the implementations are toy.py and transformers_executor.py.
+Imports torch and numpy only; the implementations are toy.py, transformers_executor.py and
+llamacpp_executor.py.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from execution.errors import ContextFull, RowError
+
+UNBOUNDED = 1 << 30  # rows: as many as memory holds
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,12 @@ class Executor(Protocol):
     device: str
     dtype: str
 
+    @property
+    def free_rows(self) -> int:
+        """How many more can be opened now, `UNBOUNDED` where only memory says."""
+
     def open(self) -> int:
-        """A new empty row; its number stays valid until `close`."""
+        """A new empty row; its number stays valid until `close`. NoFreeRow (ValueError) where there is none."""
         ...
 
     def extend(self, batch: Sequence[Extension]) -> list[Tensor]:
@@ -62,7 +69,7 @@ class Executor(Protocol):
         """A new row that holds the first `length` tokens of `row`; from then on neither knows of the other.
 
         Copies what the model keeps of them, and runs nothing. RowError (ValueError) for an unknown row and beyond
-        what it holds; then nothing has been changed.
+        what it holds, NoFreeRow as `open`; then nothing has been changed.
         """
         ...
 

@@ -5,13 +5,15 @@ Imports transformers only for the models that need it, so that a toy model start
 
 from __future__ import annotations
 
+import logging
 import os
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from execution import default_models
-from execution.devices import parse_device, parse_dtype, set_threads
+from execution.devices import canonical_device, parse_device, parse_dtype, set_threads
 from execution.errors import ModelError
 from execution.interface import Executor
 from execution.vocabulary import Vocabulary
@@ -21,26 +23,86 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelError", "load", "model_source", "read_network"]
 
+_INSTALL = "pip install 'specdec-orchestrator[llamacpp]'"
+
+_log = logging.getLogger(__name__)
+
 
 def load(
-    model: str, *, device: str = "cpu", dtype: str = "float32", threads: int = 1, packed: bool = True
+    model: str,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    threads: int = 1,
+    packed: bool = True,
+    engine: str = "auto",
 ) -> tuple[Executor, Vocabulary]:
     """Load `model` and set this process's torch threads; `packed`: lay out its weights anew where that saves time.
 
     `model` is `smollm2-135m-instruct`, `smollm2-135m-draft`, `toy:...`, `synthetic:...`, a folder, a .gguf file or a
-    Hugging Face id.
+    Hugging Face id. `engine`: "llamacpp" runs a .gguf file as it is, "torch" all else and those dequantised; "auto"
+    takes the former for a .gguf file where it is installed.
     Raises ModelError, whose text is one line, for everything that can be wrong with it.
     """
-    torch_device, torch_dtype = parse_device(device), parse_dtype(dtype)
+    torch_dtype = parse_dtype(dtype)
     set_threads(threads)
-    if model == "toy" or model.startswith("toy:"):
-        return _load_toy(model, device, dtype)
-    if model == "synthetic" or model.startswith("synthetic:"):
-        return _load_synthetic(model, device, dtype)
     try:
+        path = _for_llamacpp(model, engine, canonical_device(device))
+        if path is not None:
+            return _load_llamacpp(path, model, canonical_device(device), dtype, threads)
+        torch_device = parse_device(device)
+        if model == "toy" or model.startswith("toy:"):
+            return _load_toy(model, device, dtype)
+        if model == "synthetic" or model.startswith("synthetic:"):
+            return _load_synthetic(model, device, dtype)
         return _load_network(model, torch_device, torch_dtype, packed)
     except MemoryError as error:
         raise ModelError(f"model {model!r} does not fit into memory: use --dtype bfloat16 or a smaller one") from error
+
+
+def _for_llamacpp(model: str, engine: str, device: str) -> Path | None:
+    """The file that llama.cpp is to run; None: torch runs the model. Where there is a choice, says what was chosen."""
+    path = Path(model).expanduser()
+    if engine == "llamacpp":
+        if find_spec("llama_cpp") is None:
+            raise ModelError(f"engine llamacpp is not installed: {_INSTALL}, or use --engine torch")
+        if model == default_models.TARGET:
+            path = default_models.target_file()
+        if not path.is_file():
+            raise ModelError(
+                f"model {model!r} is no .gguf file, and engine llamacpp runs nothing else: give one, or"
+                f" {default_models.TARGET}, or use --engine torch"
+            )
+        return path
+    if engine == "torch" or not (path.suffix == ".gguf" and path.is_file()):
+        return None
+    if find_spec("llama_cpp") is None:
+        _log.info("%s: torch runs it, dequantised; %s runs it as it is", path.name, _INSTALL)
+        return None
+    from execution.llamacpp_context import can_use_gpu
+
+    if device != "cpu" and not can_use_gpu():
+        _log.info("%s: torch runs it, dequantised: this llama.cpp was built for a CPU alone", path.name)
+        return None
+    return path
+
+
+def _load_llamacpp(path: Path, model: str, device: str, dtype: str, threads: int) -> tuple[Executor, Vocabulary]:
+    from execution.gguf_models import check_gguf, converted_vocabulary, vocabulary_folder
+    from execution.llamacpp_context import can_use_gpu, version
+    from execution.llamacpp_executor import LlamaCppExecutor
+
+    if device != "cpu" and not can_use_gpu():
+        raise ModelError(
+            f"device {device!r}: this llama-cpp-python was built for a CPU alone: build it again with"
+            " CMAKE_ARGS=-DGGML_CUDA=on (or -DGGML_METAL=on), use --device cpu, or --engine torch"
+        )
+    check_gguf(path, model)
+    layers, gpu = (0, 0) if device == "cpu" else (-1, int(device.removeprefix("gpu") if device != "mps" else 0))
+    executor = LlamaCppExecutor(path, model, dtype=dtype, threads=threads, layers=layers, gpu=gpu)
+    vocabulary = converted_vocabulary(vocabulary_folder(path, model, executor.vocab_size))
+    _log.info("%s: llama.cpp runs it (llama-cpp-python %s, %s)", path.name, version(), executor.description)
+    return executor, vocabulary
 
 
 def _load_toy(model: str, device: str, dtype: str) -> tuple[Executor, Vocabulary]:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from execution.errors import RowError
-from execution.interface import Extension, check_fork, check_truncate
+from execution.interface import UNBOUNDED, Extension, check_fork, check_truncate
 
 Integers = npt.NDArray[np.int64]
 
@@ -23,6 +23,7 @@ class TokenRows:
     """
 
     context_length: int
+    free_rows = UNBOUNDED
 
     def __init__(self, order: int, context_length: int) -> None:
         self.context_length = context_length

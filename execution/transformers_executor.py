@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from execution.attention_kinds import AttentionKind, attention_kinds, context_length, refuse_unsupported
 from execution.errors import ModelError
-from execution.interface import Extension, check_batch
+from execution.interface import UNBOUNDED, Extension, check_batch
 from execution.packed_attention import NAME as PACKED_ATTENTION
 from execution.packed_attention import mask_copies
 from execution.packed_linear import LEAST_ROWS, calls, pack, packable
@@ -32,6 +32,8 @@ class TransformersExecutor:
     where they can be (float32 on a CPU), linear layers are replaced by packed ones; `network` is not usable as it was
     afterwards.
     """
+
+    free_rows = UNBOUNDED
 
     def __init__(
         self, network: Any, reference: str, *, vocab_size: int, head_ids: Tensor | None = None, packed: bool = True

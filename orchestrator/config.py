@@ -13,6 +13,7 @@ from orchestrator.places import Place, parse_place
 MAX_GAMMA = 64  # protocol.MAX_GAMMA; a test holds the two together (importing it here would cost --help its speed)
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("packed", "plain")
+ENGINES = ("auto", "torch", "llamacpp")
 VERIFY_MODES = ("rejection", "coupled")
 CODECS = ("counts", "dense")
 OVERLAPS = ("on", "off")
@@ -38,6 +39,8 @@ class RuntimeConfig:
     draft_dtype: str = "float32"
     target_threads: int = field(default_factory=lambda: os.cpu_count() or 1)
     draft_threads: int = 1
+    target_engine: str = "auto"  # llamacpp for a .gguf file where that is installed, else torch
+    draft_engine: str = "auto"
     weights: str = "packed"  # of both workers, float32 on a CPU; plain: as transformers runs them
     gamma: Gamma = "auto"  # by goodput: what is measured decides, round by round
     overlap: str = "on"  # draft while the target verifies; off: take turns
@@ -59,6 +62,8 @@ class RuntimeConfig:
             ("codec", self.codec, CODECS),
             ("overlap", self.overlap, OVERLAPS),
             ("weights", self.weights, WEIGHTS),
+            ("target-engine", self.target_engine, ENGINES),
+            ("draft-engine", self.draft_engine, ENGINES),
             ("target-dtype", self.target_dtype, DTYPES),
             ("draft-dtype", self.draft_dtype, DTYPES),
         ):

@@ -15,7 +15,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from orchestrator.config import CODECS, DTYPES, OVERLAPS, VERIFY_MODES, WEIGHTS, RuntimeConfig
+from orchestrator.config import CODECS, DTYPES, ENGINES, OVERLAPS, VERIFY_MODES, WEIGHTS, RuntimeConfig
 from orchestrator.request import GenerateOptions
 
 _RUNTIME = RuntimeConfig()
@@ -63,6 +63,13 @@ _RUNTIME_OPTIONS = (
     _option("--draft-dtype", _RUNTIME, "Precision of the draft.", type=click.Choice(DTYPES)),
     _option("--target-threads", _RUNTIME, "CPU threads of the target.", type=int),
     _option("--draft-threads", _RUNTIME, "CPU threads of the draft.", type=int),
+    _option(
+        "--target-engine",
+        _RUNTIME,
+        "What runs the target; auto: llamacpp for a .gguf file where it is installed, else torch.",
+        type=click.Choice(ENGINES),
+    ),
+    _option("--draft-engine", _RUNTIME, "What runs the draft; as --target-engine.", type=click.Choice(ENGINES)),
     _option(
         "--weights",
         _RUNTIME,

@@ -135,6 +135,7 @@ def _arguments(role: str, device: str, address: str, config: RuntimeConfig) -> t
         "--model", config.target_model if target else config.draft_model,
         "--dtype", config.target_dtype if target else config.draft_dtype,
         "--threads", str(threads),
+        "--engine", config.target_engine if target else config.draft_engine,
         "--weights", config.weights,
         "--kept-tokens", str(config.kept_tokens),
     ]  # fmt: skip

@@ -79,7 +79,7 @@ class TargetEngine:
         return bool(self._waiting or self._refused or len(self._prefill))
 
     def open(self, entry: Entry) -> None:
-        check_open(entry.opened, self._executor.vocab_size, self._executor.context_length)
+        check_open(entry.opened, self._executor.vocab_size, self._executor)
         self._rows.open(entry)
         self._prefill.add(entry)
 

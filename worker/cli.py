@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from worker.config import DTYPES, WEIGHTS, Role, WorkerConfig
+from worker.config import DTYPES, ENGINES, WEIGHTS, Role, WorkerConfig
 from worker.process import Served, run_worker
 
 
@@ -45,6 +45,13 @@ def worker_command(
     )
     @click.option("--threads", type=click.IntRange(1, 1024), default=os.cpu_count() or 1, show_default=True)
     @click.option(
+        "--engine",
+        default="auto",
+        show_default=True,
+        type=click.Choice(ENGINES),
+        help="What runs the model; auto: llamacpp for a .gguf file where it is installed, else torch.",
+    )
+    @click.option(
         "--weights",
         default="packed",
         show_default=True,
@@ -68,6 +75,7 @@ def worker_command(
         dtype: str,
         listen: str,
         threads: int,
+        engine: str,
         weights: str,
         kept_tokens: int,
         insecure: bool,
@@ -75,7 +83,7 @@ def worker_command(
         debug: bool,
     ) -> None:
         config = WorkerConfig(
-            role, model, listen, device, dtype, threads, weights, kept_tokens, insecure, exit_with_stdin, debug
+            role, model, listen, device, dtype, threads, engine, weights, kept_tokens, insecure, exit_with_stdin, debug
         )
         sys.exit(run_worker(config, load))
 

@@ -12,6 +12,7 @@ from execution.interface import Executor
 from worker.table import Entry, Key, common_prefix
 
 LEAST = 16  # tokens: fewer are fed again as quickly, and nearly all prompts of one template share as many
+SPARE_ROWS = 32  # an engine of few rows keeps as many for requests to come, rather than ended ones or branches
 ROW = 128  # tokens that a row counts as at least: thousands of short ones would be as many comparisons a prompt
 
 
@@ -69,7 +70,9 @@ class KeptRows:
         self.make_room()
 
     def make_room(self) -> None:
-        """Close kept rows until the limit holds, least recently used first: open rows grow."""
+        """Close kept rows until the limit holds, least recently used first: open rows grow, and take others' place."""
+        while self._kept and self._executor.free_rows < SPARE_ROWS:
+            self._executor.close(self._kept.pop(0).row)
         if not self._kept:
             return
         longest = max((len(entry.tokens) for entry in self._live.values()), default=0)

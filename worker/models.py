@@ -15,8 +15,14 @@ from worker.process import Served, WorkerError
 def load_model(config: WorkerConfig) -> tuple[Executor, Vocabulary]:
     """Load what the command line names; WorkerError with one clear line where that can't be."""
     try:
-        packed = config.weights == "packed"
-        return load(config.model, device=config.device, dtype=config.dtype, threads=config.threads, packed=packed)
+        return load(
+            config.model,
+            device=config.device,
+            dtype=config.dtype,
+            threads=config.threads,
+            packed=config.weights == "packed",
+            engine=config.engine,
+        )
     except ModelError as error:
         raise WorkerError(str(error), usage=error.usage) from error
 

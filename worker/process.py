@@ -59,6 +59,7 @@ def run_worker(config: WorkerConfig, load: Callable[[WorkerConfig], Served]) -> 
         format=f"%(asctime)s {config.role}-worker %(levelname)s %(message)s",
         stream=sys.stderr,
     )
+    logging.getLogger("execution").setLevel(logging.INFO)  # what takes long at a start, and which engine runs a file
     try:
         with Endpoint(config.listen, insecure=config.insecure) as endpoint:
             _watch_signals(config, endpoint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from execution.interface import Executor
 from protocol.errors import FailureCode, ProtocolError
 from protocol.messages import Open, Sampling
 from speculative import SamplingOptions
@@ -15,9 +16,13 @@ def sampling_options(sampling: Sampling) -> SamplingOptions:
     return SamplingOptions(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
 
 
-def check_open(opened: Open, vocab_size: int, context_length: int) -> None:
-    """ProtocolError where a request can't be served by a model of this vocabulary and context."""
-    tokens = opened.tokens
+def check_open(opened: Open, vocab_size: int, executor: Executor) -> None:
+    """ProtocolError where a request of this vocabulary can't be served by `executor`, at least not now."""
+    tokens, context_length = opened.tokens, executor.context_length
+    if not executor.free_rows:
+        raise ProtocolError(
+            FailureCode.BAD_VALUE, "this worker has as many requests as its engine takes; try later"
+        )
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
         raise ProtocolError(FailureCode.BAD_VALUE, f"a prompt token is outside this model's vocabulary of {vocab_size}")
     if len(tokens) > context_length:
