@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # so that `tests.…` is found from anywhere
+
+from tests.tiny_gguf import needs_llamacpp, tiny_network, write_gguf
 
 VOCAB = 61
 _SMALL = {
@@ -24,12 +29,16 @@ _SMALL = {
     "head_dim": 8,
 }
 WINDOW = 8
+LLAMACPP = pytest.param("llamacpp", marks=needs_llamacpp)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test with an argument `family` runs for each."""
+    """A test with an argument `family` runs for each, one with `engine` on each; of rows, families have llama.cpp's."""
     if "family" in metafunc.fixturenames:
-        metafunc.parametrize("family", FAMILIES)
+        rows = metafunc.module.__name__.endswith("test_rows")
+        metafunc.parametrize("family", (*FAMILIES, LLAMACPP) if rows else FAMILIES)
+    if "engine" in metafunc.fixturenames:
+        metafunc.parametrize("engine", ("llama", LLAMACPP))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -82,8 +91,16 @@ class Pair:
 
 
 @pytest.fixture
-def make_pair() -> Callable[..., Pair]:
+def make_pair(tmp_path: Path) -> Callable[..., Pair]:
+    """Of a family of transformers, or "llamacpp": that engine over a Llama."""
+
     def make(family: str = "llama", seed: int = 0, packed: bool = True) -> Pair:
+        if family == "llamacpp":
+            from execution.llamacpp_executor import LlamaCppExecutor
+
+            llama = tiny_network(seed)
+            path = write_gguf(tmp_path / f"{seed}.gguf", llama)
+            return Pair(LlamaCppExecutor(path, "tiny.gguf"), llama)
         from transformers import AutoModelForCausalLM
 
         from execution.transformers_executor import TransformersExecutor

@@ -1,4 +1,4 @@
-"""Rows of a transformers executor give the logits of the plain network, whatever happens around them."""
+"""Rows of an executor, transformers' or llama.cpp's, give the logits of the plain network, whatever happens around them."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def test_random_life_of_many_rows(family, make_pair):
             del texts[row]
 
 
-def test_partial_accept_leaves_no_stale_state(make_pair, some_tokens):
+def test_partial_accept_leaves_no_stale_state(engine, make_pair, some_tokens):
     """Fault E3: after a block of which two tokens were kept, the next logits are those of the kept tokens."""
-    pair = make_pair()
+    pair = make_pair(engine)
     prompt, block, other = some_tokens(12, 1), some_tokens(6, 2), some_tokens(3, 3)
     row = pair.executor.open()
     pair.executor.extend([Extension(row, prompt, 0)])
@@ -91,9 +91,9 @@ def test_partial_accept_leaves_no_stale_state(make_pair, some_tokens):
     same(logits, pair.plain(prompt + block[:2] + other)[-3:])
 
 
-def test_parallel_requests_do_not_interfere(make_pair, some_tokens):
+def test_parallel_requests_do_not_interfere(engine, make_pair, some_tokens):
     """Fault E7: one repetitive text beside another, token by token in one batch."""
-    pair = make_pair()
+    pair = make_pair(engine)
     texts = [some_tokens(20, 4), [7] * 20]
     rows = [pair.executor.open(), pair.executor.open()]
     found: list[list[torch.Tensor]] = [[], []]
@@ -116,8 +116,8 @@ def test_long_prompts_go_in_chunks_beside_short_rows(make_pair, some_tokens, mon
     same(found[1], pair.plain(short)[-1:])
 
 
-def test_context_end(make_pair, some_tokens):
-    pair = make_pair()
+def test_context_end(engine, make_pair, some_tokens):
+    pair = make_pair(engine)
     assert pair.executor.context_length == 96
     row, other, text = pair.executor.open(), pair.executor.open(), some_tokens(96, 1)
     pair.executor.extend([Extension(row, text[:90], 0)])
@@ -140,8 +140,8 @@ def test_learned_positions_at_the_context_end(make_pair, some_tokens):
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB, 2**40])
-def test_bad_token_is_refused_before_anything_changes(token, make_pair):
-    executor = make_pair().executor
+def test_bad_token_is_refused_before_anything_changes(token, engine, make_pair):
+    executor = make_pair(engine).executor
     row, other = executor.open(), executor.open()
     with pytest.raises(RowError, match=f"row {other}: token id {token} is outside 0..{VOCAB - 1}") as caught:
         executor.extend([Extension(row, [1, 2], 1), Extension(other, [3, token], 1)])
@@ -149,8 +149,8 @@ def test_bad_token_is_refused_before_anything_changes(token, make_pair):
     assert executor.length(row) == executor.length(other) == 0
 
 
-def test_bad_rows_and_counts_are_refused(make_pair):
-    executor = make_pair().executor
+def test_bad_rows_and_counts_are_refused(engine, make_pair):
+    executor = make_pair(engine).executor
     row = executor.open()
     with pytest.raises(ValueError, match="row 99: is not open"):
         executor.extend([Extension(99, [1], 1)])

@@ -10,7 +10,7 @@ from execution.interface import Extension
 from execution.toy import ToyExecutor
 from protocol.endpoint import Peer
 from protocol.messages import Open, Sampling, token_array
-from worker.kept_rows import LEAST, ROW, KeptRows
+from worker.kept_rows import LEAST, ROW, SPARE_ROWS, KeptRows
 from worker.table import Entry, common_prefix
 
 V = 50
@@ -247,3 +247,13 @@ def test_a_random_life_stays_within_the_limit_and_right() -> None:
         assert len(lengths) == len(live) + len(rows.kept)
         assert len(rows.kept) * max(lengths, default=0) <= 400
     assert reused > 100
+
+
+def test_an_executor_of_few_rows_keeps_some_for_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept rows give way before the last SPARE_ROWS are gone."""
+    rows, most = Rows(limit=100_000), SPARE_ROWS + 8
+    monkeypatch.setattr(ToyExecutor, "free_rows", property(lambda self: most - len(self._lengths)), raising=False)
+    rows.keep(*([index] * 40 for index in range(12)))
+    assert len(rows.kept) == 8
+    live = [rows.open([index] * 40) for index in range(20)]
+    assert len(rows.kept) == 0 and rows.executor.free_rows == most - len(live)
