@@ -45,7 +45,7 @@ def tiny_network(seed: int, *, context: int = CONTEXT, scale: float = 3.0) -> An
 
 
 def write_gguf(path: Path, network: Any) -> Path:
-    """The network in float32, with a byte-level tokenizer of one character a token."""
+    """The network in float32, with a byte-level tokenizer of one character a token, but for one merge."""
     from gguf import GGUFWriter
 
     config = network.config
@@ -63,7 +63,7 @@ def write_gguf(path: Path, network: Any) -> Path:
     writer.add_file_type(0)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
-    writer.add_token_list([chr(33 + index) for index in range(EOS)] + ["<e>"])
+    writer.add_token_list([chr(33 + index) for index in range(EOS - 1)] + ["!!", "<e>"])
     writer.add_token_types([1] * EOS + [3])
     writer.add_token_merges(["! !"])
     writer.add_eos_token_id(EOS)

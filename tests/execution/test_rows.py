@@ -1,4 +1,4 @@
-"""Rows of an executor, transformers' or llama.cpp's, give the logits of the plain network, whatever happens around them."""
+"""Rows of an executor, transformers' or llama.cpp's, give the plain network's logits, whatever happens around them."""
 
 from __future__ import annotations
 
