@@ -12,6 +12,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from orchestrator import Runtime
 from orchestrator.text import TextCodec
 from speculative import Stream, gumbel
 from tests.e2e.support import Run, Taken, take, take_many
+from tests.tiny_gguf import needs_llamacpp
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -139,6 +142,26 @@ def test_greedy_is_transformers_generate(run: Run, reference: Reference, greedy:
     run(with_draft(), 800)
     run(without_model("ngram"), 400)
     run(without_model("none"), 400)
+
+
+@needs_llamacpp
+def test_greedy_on_llamacpp_is_transformers_generate(
+    run: Run, reference: Reference, greedy: list[list[int]], tmp_path: Path
+) -> None:
+    """The same weights in a GGUF file of float32, with our draft on torch, and without one."""
+    from execution import default_models
+
+    path = tmp_path / "target.F32.gguf"
+    command = [sys.executable, "scripts/gguf_as.py", default_models.TARGET, str(path), "--type", "F32"]
+    subprocess.run(command, cwd=PROMPT_FILE.parents[1], check=True, timeout=300, capture_output=True)
+
+    async def generate(**fields: Any) -> None:
+        async with default_pair(target_model=str(path), target_engine="llamacpp", **fields) as runtime:
+            found = await complete(runtime, reference, TOKENS, temperature=0.0)
+            same_but_for_ties(reference, f"llama.cpp, {fields}", found, greedy, seeded=False)
+
+    run(generate(gamma=4), 800)
+    run(generate(draft="none"), 400)
 
 
 def test_coupled_depends_on_target_prompt_options_and_seed_alone(run: Run, reference: Reference) -> None:
