@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import torch
@@ -52,3 +53,7 @@ def set_threads(threads: int) -> None:
             torch.set_num_interop_threads(1)
         except RuntimeError:  # fixed once the process has run anything in parallel; only costs idle threads
             return
+
+
+if __name__ == "__main__":  # for `doctor`, which does without torch
+    print(json.dumps(available_devices()))
