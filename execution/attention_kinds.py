@@ -12,6 +12,7 @@ from typing import Any
 from execution.errors import ModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' names of layer types
+_CHANGING = ("dynamic", "longrope")  # rotary embeddings whose base changes with length
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,25 @@ def context_length(config: Any) -> int:
         ),
         2048,
     )
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if part.get("rope_type") in ("dynamic", "longrope"):
+    for part in _rotary(config):
+        if part.get("rope_type") in _CHANGING:
             original = part.get("original_max_position_embeddings") or getattr(
                 config, "original_max_position_embeddings", None
             )
             longest = min(longest, int(original or longest))
     return longest
+
+
+def changing_rotary(config: Any) -> str:
+    """The type of rotary embeddings whose base changes with length, or nothing: they compare positions in each pass."""
+    kinds = [str(part.get("rope_type")) for part in _rotary(config)]
+    return next((kind for kind in kinds if kind in _CHANGING), "")
+
+
+def _rotary(config: Any) -> list[dict[str, Any]]:
+    """The settings of rotary embeddings, those by type of layer too."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return [rope, *(value for value in rope.values() if isinstance(value, dict))]
 
 
 def refuse_unsupported(network: Any, reference: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,46 +17,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from execution.errors import RowError
 from execution.interface import check_fork, check_truncate
+from execution.placement import Placement
 
 _FIRST_COLUMNS = 256
 _FIRST_SLOTS = 1
 _KEPT_BYTES = 768 << 20  # storage up to this size stays: rows forked and closed in each round shall cost no resize
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where one forward pass reads and writes: slots first..first+B, columns starts[b]..starts[b]+width of each."""
-
-    first: int
-    starts: tuple[int, ...]  # tokens held before the pass, per row of the batch
-    width: int  # tokens of the widest row or more: all are padded to it
-    columns: Tensor  # int64 [B, width]
-    length: int  # columns that attention sees: max(starts) + width
-
-    @cached_property
-    def even(self) -> bool:
-        """Whether all rows write the same columns."""
-        return min(self.starts) == max(self.starts)
-
-    @cached_property
-    def batch(self) -> Tensor:
-        """int64 [B, 1]: 0..B−1, which with `columns` says where each token of an uneven batch goes."""
-        return torch.arange(len(self.starts), device=self.columns.device)[:, None]
-
-    def places(self, block: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Of [parts, slots, heads, capacity, dim]: per part what attention sees, [B, heads, length, dim], and where to
-        write: that without the columns before an even batch, or [B, capacity, heads, dim] for an uneven one."""
-        mine = block[:, self.first : self.first + len(self.starts)]
-        into = mine[:, :, :, self.starts[0] : self.length] if self.even else mine.transpose(2, 3)
-        return mine[:, :, :, : self.length].unbind(), into.unbind()
-
-    def write(self, into: Tensor | None, new: Tensor) -> None:
-        """Put [B, heads, width, dim] where `places` said."""
-        assert into is not None
-        if self.even:
-            into.copy_(new)
-        else:
-            into[self.batch, self.columns] = new.transpose(1, 2)
 
 
 @dataclass
@@ -68,7 +32,7 @@ class _Slot:
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
-    """One attention layer's part of the storage, as one pass sees it: `place` sets `keys`, `values` and where to write.
+    """One attention layer's part of the storage, as one pass sees it: `show` sets `keys`, `values` and where to write.
 
     transformers calls `update`; sizes matter to no mask of ours.
     """
@@ -118,6 +82,7 @@ class RowCache(Cache):  # type: ignore[misc]
         self._slots: list[_Slot] = []
         self._slot_of: dict[int, int] = {}
         self._next_row = 0
+        self.generation = 0  # of the storage: rises when that moves
         self._device = torch.device("cpu")
 
     # -- rows
@@ -196,22 +161,36 @@ class RowCache(Cache):  # type: ignore[misc]
         self._exchange(list(zip(strangers, outside, strict=True)))
         return [self._slots[slot].row for slot in window]
 
-    def place(self, rows: Sequence[int], counts: Sequence[int], least_width: int = 1) -> Placement:
-        """Where to put `counts[b]` tokens of each row, rows as `arrange` gave them. Grows the storage."""
-        first, width = self._slot_of[rows[0]], max(*counts, least_width)
-        slots = self._slots[first : first + len(rows)]
-        starts = tuple(slot.length for slot in slots)
+    def starts(self, rows: Sequence[int]) -> tuple[int, ...]:
+        """Tokens that each row holds."""
+        return tuple(self.length(row) for row in rows)
+
+    def place(self, rows: Sequence[int], width: int) -> Placement:
+        """Where to put at most `width` tokens of each row, rows as `arrange` gave them. Grows the storage."""
+        starts = self.starts(rows)
         length = max(starts) + width
-        self._grow(length)
+        first = self.claim(rows, width, length)
         columns = torch.tensor(starts)[:, None] + torch.arange(width)
-        self.placement = place = Placement(first, starts, width, columns.to(self._device), length)
+        even = min(starts) == max(starts)
+        return Placement(first, starts, width, columns.to(self._device), length, even)
+
+    def claim(self, rows: Sequence[int], width: int, length: int) -> int:
+        """Room for `width` columns after each row's end and `length` in all; the slot of the first row."""
+        self._grow(length)
+        first = self._slot_of[rows[0]]
+        for slot in self._slots[
+            first : first + len(rows)
+        ]:  # before the pass: if it fails halfway, what it wrote is known
+            slot.written = max(slot.written, slot.length + width)
+        return first
+
+    def show(self, place: Placement) -> None:
+        """Let the layers read and write there."""
+        self.placement = place
         for block, parts in zip(self._blocks, self._parts, strict=True):
             for (layer, part), seen, into in zip(parts, *place.places(block), strict=True):
                 setattr(layer, part, seen)
                 setattr(layer, f"{part}_into", into)
-        for slot in slots:  # before the pass: if it fails halfway, what it wrote is known
-            slot.written = max(slot.written, slot.length + width)
-        return place
 
     def advance(self, rows: Sequence[int], counts: Sequence[int]) -> None:
         """The pass is done: the rows hold these tokens now."""
@@ -273,6 +252,7 @@ class RowCache(Cache):  # type: ignore[misc]
             self._resize(slots, columns)
 
     def _resize(self, slots: int, columns: int) -> None:
+        self.generation += 1
         used = len(self._slots)
         written = max((slot.written for slot in self._slots), default=0)
         kept = min(written, columns, self.capacity[1])

@@ -6,23 +6,34 @@ Imports torch and transformers (through row_cache).
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from execution.attention_kinds import AttentionKind, attention_kinds, context_length, refuse_unsupported
+from execution.attention_kinds import (
+    AttentionKind,
+    attention_kinds,
+    changing_rotary,
+    context_length,
+    refuse_unsupported,
+)
+from execution.cuda_graphs import Graphs
 from execution.errors import ModelError
 from execution.interface import UNBOUNDED, Extension, check_batch
 from execution.packed_attention import NAME as PACKED_ATTENTION
 from execution.packed_attention import mask_copies
 from execution.packed_linear import LEAST_ROWS, calls, pack, packable
+from execution.pass_inputs import Ids, asked_positions, filled, padded
 from execution.passes import plan
-from execution.row_cache import Placement, RowCache
+from execution.placement import Placement
+from execution.row_cache import RowCache
 from execution.self_check import TESTED, plain_logits, self_check
+from execution.static_passes import StaticPasses
+
+_log = logging.getLogger(__name__)
 
 
 class TransformersExecutor:
@@ -30,13 +41,20 @@ class TransformersExecutor:
 
     `head_ids` (int64 [H], ascending) are the ids of a reduced head's outputs; logits of all others are −inf. `packed`:
     where they can be (float32 on a CPU), linear layers are replaced by packed ones; `network` is not usable as it was
-    afterwards.
+    afterwards. `graphs`: small passes are recorded by it and replayed.
     """
 
     free_rows = UNBOUNDED
 
     def __init__(
-        self, network: Any, reference: str, *, vocab_size: int, head_ids: Tensor | None = None, packed: bool = True
+        self,
+        network: Any,
+        reference: str,
+        *,
+        vocab_size: int,
+        head_ids: Tensor | None = None,
+        packed: bool = True,
+        graphs: Graphs | None = None,
     ) -> None:
         refuse_unsupported(network, reference)
         self._config = config = network.config.get_text_config(decoder=True)
@@ -49,7 +67,7 @@ class TransformersExecutor:
         self.device, self.dtype = str(parameter.device), str(parameter.dtype).removeprefix("torch.")
         self._head_ids = None if head_ids is None else head_ids.to(self._device)
         self._kinds = attention_kinds(config)
-        self._packs_heads = network.config._attn_implementation == "sdpa"
+        self._packs_heads = network.config._attn_implementation in ("sdpa", PACKED_ATTENTION)
         if self._packs_heads:
             network.set_attn_implementation(PACKED_ATTENTION)
         names = inspect.signature(network.forward).parameters
@@ -57,7 +75,9 @@ class TransformersExecutor:
         self._asked: Tensor | None = None  # int64 [n]: which of the pass's B · width positions the head computes
         self._cache = RowCache(config.num_hidden_layers)
         self._packed = packed and packable(self._device, self._torch_dtype)
-        self._prepare(checked=network.config.model_type not in TESTED and head_ids is None)
+        self._least = LEAST_ROWS if self._packed else 1  # positions of a pass: fewer take longer with packed layers
+        self._static: StaticPasses | None = None
+        self._prepare(graphs, checked=network.config.model_type not in TESTED and head_ids is None)
 
     # -- rows
 
@@ -98,40 +118,43 @@ class TransformersExecutor:
     # -- one pass
 
     @torch.no_grad()
-    def _forward(self, rows: list[int], tokens: list[npt.NDArray[np.int64]], wanted: list[int]) -> Sequence[Tensor]:
+    def _forward(self, rows: list[int], tokens: list[Ids], wanted: list[int]) -> Sequence[Tensor]:
         """One forward pass; per row float32 [wanted, vocab_size]. Rows as `RowCache.arrange` gave them."""
         counts = [array.size for array in tokens]
-        place = self._cache.place(rows, counts, self._least_width(len(rows)))
-        ids, positions = _padded(place, tokens, counts)
-        self._asked = self._positions(place.width, counts, wanted) if any(wanted) else None
-        output = (self._network if any(wanted) else self._network.base_model)(
-            input_ids=ids.to(self._device),
-            position_ids=positions.to(self._device),
-            attention_mask=self._masks(place),
-            use_cache=True,
-            **{self._cache_name: self._cache},
-        )
+        if self._static is not None and self._static.takes(len(rows), max(counts)):
+            logits = self._static.run(rows, tokens, wanted)
+        else:
+            width = max(*counts, -(-self._least // len(rows)))
+            place = self._cache.place(rows, width)
+            ids, positions = (torch.from_numpy(part).to(self._device) for part in padded(place.starts, width, tokens))
+            asked = filled(asked_positions(width, counts, wanted), self._least)
+            logits = self._through(place, ids, positions, torch.tensor(asked, device=self._device) if asked else None)
         self._cache.advance(rows, counts)
-        if not any(wanted):
+        if logits is None:
             return [torch.empty(0, self.vocab_size, device=self._device)] * len(rows)
-        return torch.split(self._full_width(output.logits[0, : sum(wanted)]), wanted)
+        return torch.split(self._full_width(logits[: sum(wanted)]), wanted)
 
-    def _least_width(self, rows: int) -> int:
-        """Packed layers take less time for `LEAST_ROWS` positions than for fewer."""
-        return -(-LEAST_ROWS // rows) if self._packed else 1
+    def _through(self, place: Placement, ids: Tensor, positions: Tensor, asked: Tensor | None) -> Tensor | None:
+        """The head's logits [asked, H] of ids [B, width], or None where it isn't asked. The host reads no input."""
+        self._cache.show(place)
+        self._asked = asked
+        try:
+            output = (self._network if asked is not None else self._network.base_model)(
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=self._masks(place),
+                use_cache=True,
+                **{self._cache_name: self._cache},
+            )
+        finally:
+            self._asked = None
+        return None if asked is None else output.logits[0]
 
     def _select(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Before the head: keep the asked positions, [B, width, hidden] -> [1, asked, hidden]."""
         if self._asked is None:
             return inputs
         return (inputs[0].flatten(0, 1)[self._asked][None], *inputs[1:])
-
-    def _positions(self, width: int, counts: list[int], wanted: list[int]) -> Tensor:
-        """The last `wanted[b]` of the `counts[b]` positions of each row, the last of all repeated up to the least."""
-        ends = [row * width + count for row, count in enumerate(counts)]
-        asked = [at for end, logits in zip(ends, wanted, strict=True) for at in range(end - logits, end)]
-        asked += asked[-1:] * (self._least_width(1) - len(asked))
-        return torch.tensor(asked, device=self._device)
 
     def _full_width(self, logits: Tensor) -> Tensor:
         """float32 [n, vocab_size] of the head's [n, H]."""
@@ -159,7 +182,7 @@ class TransformersExecutor:
 
     # -- start
 
-    def _prepare(self, *, checked: bool) -> None:
+    def _prepare(self, graphs: Graphs | None, *, checked: bool) -> None:
         """Show that the model runs the way we call it, pack it, and where asked compare it with itself, run plainly."""
         try:
             with calls(self._network) as seen:
@@ -175,8 +198,23 @@ class TransformersExecutor:
                 raise self._refusal("packed weights", error, "use --weights plain") from error
         self._network.get_output_embeddings().register_forward_pre_hook(self._select)
         self._cache.allocate()
+        if graphs is not None:
+            self._static = self._static_passes(graphs)
         if plain is not None:
             self_check(self, plain, self._network.config.model_type, self._torch_dtype)
+
+    def _static_passes(self, graphs: Graphs) -> StaticPasses | None:
+        changing = changing_rotary(self._config)
+        if changing:
+            _log.info(
+                "model %r: no CUDA graphs, since rotary embeddings of type %s look at positions on the host",
+                self.model,
+                changing,
+            )
+            return None
+        return StaticPasses(
+            self._cache, self._through, graphs, model=self.model, device=self._device, least=self._least
+        )
 
     @torch.no_grad()
     def _probe(self) -> None:
@@ -185,7 +223,7 @@ class TransformersExecutor:
         output = self._network(
             input_ids=zero,
             position_ids=zero,
-            attention_mask=self._masks(Placement(0, (0,), 1, zero, 1)),
+            attention_mask=self._masks(Placement(0, (0,), 1, zero, 1, even=True)),
             use_cache=True,
             **{self._cache_name: self._cache},
         )
@@ -196,13 +234,3 @@ class TransformersExecutor:
     def _refusal(self, means: str, error: Exception, hint: str) -> ModelError:
         kind, why = self._network.config.model_type, f"{type(error).__name__}: {error}"
         return ModelError(f"model {self.model!r}: architecture {kind!r} cannot be run with {means} ({why}); {hint}")
-
-
-def _padded(place: Placement, tokens: list[npt.NDArray[np.int64]], counts: list[int]) -> tuple[Tensor, Tensor]:
-    """Ids and positions, [B, width] each. Padding repeats the row's last token and position."""
-    size = (len(tokens), place.width)
-    ids, positions = np.empty(size, np.int64), np.empty(size, np.int64)
-    for index, (array, count, start) in enumerate(zip(tokens, counts, place.starts, strict=True)):
-        ids[index, :count], ids[index, count:] = array, array[-1]
-        positions[index] = np.minimum(np.arange(start, start + place.width), start + count - 1)
-    return torch.from_numpy(ids), torch.from_numpy(positions)
