@@ -33,12 +33,34 @@ LLAMACPP = pytest.param("llamacpp", marks=needs_llamacpp)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test with an argument `family` runs for each, one with `engine` on each; of rows, families have llama.cpp's."""
-    if "family" in metafunc.fixturenames:
-        rows = metafunc.module.__name__.endswith("test_rows")
-        metafunc.parametrize("family", (*FAMILIES, LLAMACPP) if rows else FAMILIES)
-    if "engine" in metafunc.fixturenames:
-        metafunc.parametrize("engine", ("llama", LLAMACPP))
+    """A test with an argument `family` runs for each, one with `engine` on each; of rows, families have llama.cpp's.
+
+    Tests of rows and of their storage run with eager and with static passes.
+    """
+    module, names = metafunc.module.__name__.rpartition(".")[2], metafunc.fixturenames
+    models: list[Any] = [None]
+    if "family" in names:
+        models = [*FAMILIES, LLAMACPP] if module == "test_rows" else list(FAMILIES)
+    if "engine" in names:
+        models = ["llama", LLAMACPP]
+    asked = next((name for name in ("family", "engine") if name in names), None)
+    if "passes" in names and module in ("test_rows", "test_row_cache"):
+        cases = [
+            (model, kind) for model in models for kind in ("eager", "static") if (model, kind) != (LLAMACPP, "static")
+        ]
+        if asked is None:
+            metafunc.parametrize("passes", [kind for _, kind in cases])
+        else:
+            metafunc.parametrize((asked, "passes"), [_case(model, kind) for model, kind in cases])
+    elif asked is not None:
+        metafunc.parametrize(asked, models)
+
+
+def _case(model: Any, passes: str) -> Any:
+    """A parameter of both, with the marks of the first."""
+    if model is LLAMACPP:
+        return pytest.param(*model.values, passes, marks=model.marks)
+    return (model, passes)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -91,10 +113,17 @@ class Pair:
 
 
 @pytest.fixture
-def make_pair(tmp_path: Path) -> Callable[..., Pair]:
-    """Of a family of transformers, or "llamacpp": that engine over a Llama."""
+def passes() -> str:
+    """How `make_pair` has small passes run: eager, static (shapes out of few); tests of rows have both."""
+    return "eager"
 
-    def make(family: str = "llama", seed: int = 0, packed: bool = True) -> Pair:
+
+@pytest.fixture
+def make_pair(passes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pair]:
+    """Of a family of transformers, or "llamacpp": that engine over a Llama."""
+    monkeypatch.setattr("execution.static_passes.COLUMNS", 16)  # several lengths within the tiny networks' context
+
+    def make(family: str = "llama", seed: int = 0, packed: bool = True, graphs: Any = None) -> Pair:
         if family == "llamacpp":
             from execution.llamacpp_executor import LlamaCppExecutor
 
@@ -103,15 +132,19 @@ def make_pair(tmp_path: Path) -> Callable[..., Pair]:
             return Pair(LlamaCppExecutor(path, "tiny.gguf"), llama)
         from transformers import AutoModelForCausalLM
 
+        from execution.cuda_graphs import RunAgain
         from execution.transformers_executor import TransformersExecutor
 
+        if passes == "static" and graphs is None:
+            graphs = RunAgain()
         torch.manual_seed(seed)
         network = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter.mul_(3)  # far from uniform, so that a wrong mask shows
         plain = copy.deepcopy(network)
-        return Pair(TransformersExecutor(network, f"tiny {family}", vocab_size=VOCAB, packed=packed), plain)
+        executor = TransformersExecutor(network, f"tiny {family}", vocab_size=VOCAB, packed=packed, graphs=graphs)
+        return Pair(executor, plain)
 
     return make
 

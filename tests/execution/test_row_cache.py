@@ -132,7 +132,7 @@ def test_forking_and_closing_again_and_again_moves_no_storage(make_pair, some_to
 def test_all_that_is_given_up_is_cleared(make_pair, some_tokens):
     pair = make_pair()
     rows = [pair.executor.open(), pair.executor.open(), pair.executor.open()]
-    pair.executor.extend([Extension(row, some_tokens(5 + 3 * row, row), 0) for row in rows])
+    pair.executor.extend([Extension(row, some_tokens(6 + 3 * row, row), 0) for row in rows])  # 12 at most: no padding
     pair.executor.close(rows[0])
     pair.executor.truncate(rows[1], 2)
     cache = cache_of(pair)
