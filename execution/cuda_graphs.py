@@ -75,6 +75,11 @@ class CudaGraphs:
         return CudaGraph(graph, output)
 
 
+def graphs_on(device: torch.device) -> Graphs | None:
+    """Graphs where a device has them."""
+    return CudaGraphs(device) if device.type == "cuda" else None
+
+
 class RunAgain:
     """Where there is no CUDA: a graph that runs the pass again, with the same rules for buffers and output."""
 

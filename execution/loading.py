@@ -36,12 +36,14 @@ def load(
     threads: int = 1,
     packed: bool = True,
     engine: str = "auto",
+    graphs: bool = True,
 ) -> tuple[Executor, Vocabulary]:
     """Load `model` and set this process's torch threads; `packed`: lay out its weights anew where that saves time.
 
     `model` is `smollm2-135m-instruct`, `smollm2-135m-draft`, `toy:...`, `synthetic:...`, a folder, a .gguf file or a
     Hugging Face id. `engine`: "llamacpp" runs a .gguf file as it is, "torch" all else and those dequantised; "auto"
-    takes the former for a .gguf file where it is installed.
+    takes the former for a .gguf file where it is installed. `graphs`: on CUDA, torch's small passes are captured and
+    replayed.
     Raises ModelError, whose text is one line, for everything that can be wrong with it.
     """
     torch_dtype = parse_dtype(dtype)
@@ -55,7 +57,7 @@ def load(
             return _load_toy(model, device, dtype)
         if model == "synthetic" or model.startswith("synthetic:"):
             return _load_synthetic(model, device, dtype)
-        return _load_network(model, torch_device, torch_dtype, packed)
+        return _load_network(model, torch_device, torch_dtype, packed, graphs)
     except MemoryError as error:
         raise ModelError(f"model {model!r} does not fit into memory: use --dtype bfloat16 or a smaller one") from error
 
@@ -129,7 +131,10 @@ def _load_synthetic(model: str, device: str, dtype: str) -> tuple[Executor, Voca
     return executor, toy_vocabulary(ToySpec(vocab=executor.spec.vocab, eos=executor.spec.eos))
 
 
-def _load_network(model: str, device: torch.device, dtype: torch.dtype, packed: bool) -> tuple[Executor, Vocabulary]:
+def _load_network(
+    model: str, device: torch.device, dtype: torch.dtype, packed: bool, graphs: bool
+) -> tuple[Executor, Vocabulary]:
+    from execution.cuda_graphs import graphs_on
     from execution.transformers_executor import TransformersExecutor
 
     network, head_ids, vocabulary = read_network(model, device, dtype)
@@ -139,7 +144,15 @@ def _load_network(model: str, device: torch.device, dtype: torch.dtype, packed: 
             f"model {model!r}: its tokenizer has {vocabulary.size} ids, the model only {size}: the two do not belong"
             " together; use the tokenizer that came with the model"
         )
-    return TransformersExecutor(network, model, vocab_size=size, head_ids=head_ids, packed=packed), vocabulary
+    executor = TransformersExecutor(
+        network,
+        model,
+        vocab_size=size,
+        head_ids=head_ids,
+        packed=packed,
+        graphs=graphs_on(device) if graphs else None,
+    )
+    return executor, vocabulary
 
 
 def read_network(model: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, torch.Tensor | None, Vocabulary]:

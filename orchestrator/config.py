@@ -14,6 +14,7 @@ MAX_GAMMA = 64  # protocol.MAX_GAMMA; a test holds the two together (importing i
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("packed", "plain")
 ENGINES = ("auto", "torch", "llamacpp")
+GRAPHS = ("on", "off")
 VERIFY_MODES = ("rejection", "coupled")
 CODECS = ("counts", "dense")
 OVERLAPS = ("on", "off")
@@ -42,6 +43,7 @@ class RuntimeConfig:
     target_engine: str = "auto"  # llamacpp for a .gguf file where that is installed, else torch
     draft_engine: str = "auto"
     weights: str = "packed"  # of both workers, float32 on a CPU; plain: as transformers runs them
+    graphs: str = "on"  # of both workers, on CUDA: torch's small passes are captured and replayed
     gamma: Gamma = "auto"  # by goodput: what is measured decides, round by round
     overlap: str = "on"  # draft while the target verifies; off: take turns
     verify: str = "rejection"
@@ -62,6 +64,7 @@ class RuntimeConfig:
             ("codec", self.codec, CODECS),
             ("overlap", self.overlap, OVERLAPS),
             ("weights", self.weights, WEIGHTS),
+            ("graphs", self.graphs, GRAPHS),
             ("target-engine", self.target_engine, ENGINES),
             ("draft-engine", self.draft_engine, ENGINES),
             ("target-dtype", self.target_dtype, DTYPES),

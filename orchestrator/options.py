@@ -15,7 +15,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from orchestrator.config import CODECS, DTYPES, ENGINES, OVERLAPS, VERIFY_MODES, WEIGHTS, RuntimeConfig
+from orchestrator.config import CODECS, DTYPES, ENGINES, GRAPHS, OVERLAPS, VERIFY_MODES, WEIGHTS, RuntimeConfig
 from orchestrator.request import GenerateOptions
 
 _RUNTIME = RuntimeConfig()
@@ -75,6 +75,12 @@ _RUNTIME_OPTIONS = (
         _RUNTIME,
         "packed: both workers lay out float32 weights on a CPU anew for its products; plain: as transformers has them.",
         type=click.Choice(WEIGHTS),
+    ),
+    _option(
+        "--graphs",
+        _RUNTIME,
+        "On CUDA, both workers capture small passes as graphs and replay them; no effect on other devices.",
+        type=click.Choice(GRAPHS),
     ),
     _option(
         "--gamma",

@@ -137,6 +137,7 @@ def _arguments(role: str, device: str, address: str, config: RuntimeConfig) -> t
         "--threads", str(threads),
         "--engine", config.target_engine if target else config.draft_engine,
         "--weights", config.weights,
+        "--graphs", config.graphs,
         "--kept-tokens", str(config.kept_tokens),
     ]  # fmt: skip
     return arguments + (["--debug"] if config.debug else []), threads

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from worker.config import DTYPES, ENGINES, WEIGHTS, Role, WorkerConfig
+from worker.config import DTYPES, ENGINES, GRAPHS, WEIGHTS, Role, WorkerConfig
 from worker.process import Served, run_worker
 
 
@@ -59,6 +59,13 @@ def worker_command(
         help="packed: float32 weights on a CPU are laid out anew for its products; plain: they stay as they are.",
     )
     @click.option(
+        "--graphs",
+        default="on",
+        show_default=True,
+        type=click.Choice(GRAPHS),
+        help="On CUDA, capture small passes as graphs and replay them; has no effect on other devices.",
+    )
+    @click.option(
         "--kept-tokens",
         type=click.IntRange(min=0),
         default=WorkerConfig.kept_tokens,
@@ -69,22 +76,8 @@ def worker_command(
     @click.option("--exit-with-stdin", is_flag=True, help="End when standard input closes (set by a supervisor).")
     @click.option("--debug", is_flag=True, help="Tracebacks and more log lines.")
     @click.version_option(package_name="specdec-orchestrator")
-    def command(
-        model: str,
-        device: str,
-        dtype: str,
-        listen: str,
-        threads: int,
-        engine: str,
-        weights: str,
-        kept_tokens: int,
-        insecure: bool,
-        exit_with_stdin: bool,
-        debug: bool,
-    ) -> None:
-        config = WorkerConfig(
-            role, model, listen, device, dtype, threads, engine, weights, kept_tokens, insecure, exit_with_stdin, debug
-        )
+    def command(**options: Any) -> None:
+        config = WorkerConfig(role, **options)
         sys.exit(run_worker(config, load))
 
     return command

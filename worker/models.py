@@ -22,6 +22,7 @@ def load_model(config: WorkerConfig) -> tuple[Executor, Vocabulary]:
             threads=config.threads,
             packed=config.weights == "packed",
             engine=config.engine,
+            graphs=config.graphs == "on",
         )
     except ModelError as error:
         raise WorkerError(str(error), usage=error.usage) from error

@@ -166,6 +166,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "kept tokens below 0": (["generate", "x", "--kept-tokens", "-1"], "kept-tokens -1.*0.*or more"),
     "kept tokens no number": (["generate", "x", "--kept-tokens", "some"], "kept-tokens.*some"),
     "unknown overlap": (["generate", "x", "--overlap", "maybe"], "overlap.*maybe.*on.*off"),
+    "unknown graphs": (["generate", "x", "--graphs", "maybe"], "graphs.*maybe.*on.*off"),
     "gamma no number": (["generate", "x", "--gamma", "many"], "gamma.*many"),
     "negative temperature": (["generate", "x", "--temperature", "-0.5"], "temperature.*-0.5"),
     "temperature nan": (["generate", "x", "--temperature", "nan"], "temperature.*nan"),
@@ -242,6 +243,7 @@ def test_bad_environment() -> None:
         ([], "--listen"),
         (["--listen", "tcp://127.0.0.1:7001", "--threads", "0"], "threads"),
         (["--listen", "tcp://127.0.0.1:7001", "--kept-tokens", "-1"], "kept-tokens.*-1 is not in the range"),
+        (["--listen", "tcp://127.0.0.1:7001", "--graphs", "maybe"], "graphs.*maybe.*on.*off"),
     ],
 )
 def test_bad_worker_command(role: str, arguments: list[str], says: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 from execution import default_models, load
+from execution.cuda_graphs import RunAgain
 from execution.errors import ModelError
 from execution.interface import Extension
 
@@ -37,6 +38,16 @@ def test_folder(model_folder):
     [logits] = executor.extend([Extension(executor.open(), [1, 2, 3], 3)])
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     assert torch.get_num_threads() == 1
+
+
+def test_graphs_where_the_device_has_them(model_folder, monkeypatch):
+    """Asked for on a CPU, there are none; and a flag turns them off."""
+    executor, _ = load(str(model_folder), graphs=True)
+    assert executor._static is None
+    monkeypatch.setattr("execution.cuda_graphs.graphs_on", lambda device: RunAgain())
+    for graphs in (True, False):
+        executor, _ = load(str(model_folder), graphs=graphs)
+        assert (executor._static is not None) == graphs
 
 
 def test_devices_and_dtypes():
