@@ -20,10 +20,10 @@ from execution.pass_inputs import Ids, asked_positions, filled, padded
 from execution.placement import Placement
 from execution.row_cache import RowCache
 
-MOST_POSITIONS = 64  # rows · width of a static pass; larger ones keep a device busy by themselves
+MOST_POSITIONS = 128  # rows · width of a static pass; larger ones keep a device busy by themselves
 MOST_GRAPHS = 64  # of the least recently used shapes, graphs are given up
 _MOST_SEEN = 4096  # shapes remembered as seen once
-COLUMNS = 256  # attended columns come in multiples of so many
+COLUMNS = 256  # attended columns come in multiples of so many, or of a quarter of the power of two below them
 
 Network = Callable[[Placement, Tensor, Tensor, Tensor | None], Tensor | None]
 
@@ -34,6 +34,12 @@ def bucket(count: int) -> int:
     """The least of 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, … that is `count` or more."""
     power = 1 << (count - 1).bit_length()
     return 3 * power // 4 if power > 2 and count <= 3 * power // 4 else power
+
+
+def columns(length: int) -> int:
+    """How many columns are attended for `length`: at most a quarter more, or COLUMNS more."""
+    step = max(COLUMNS, 1 << max(0, (length - 1).bit_length() - 3))
+    return -(-length // step) * step
 
 
 @dataclass(frozen=True)
@@ -85,14 +91,14 @@ class StaticPasses:
         `RowCache.arrange` gave them; `RowCache.advance` is for the caller."""
         counts, starts = [array.size for array in tokens], self._cache.starts(rows)
         width = self._width(len(rows), max(counts))
-        length = COLUMNS * bucket(-(-(max(starts) + width) // COLUMNS))
+        length = columns(max(starts) + width)
         asked = asked_positions(width, counts, wanted)
         asked = filled(asked, bucket(max(len(asked), self._least)))
         shape = Shape(self._cache.claim(rows, width, length), len(rows), width, length, len(asked))
         if self._cache.generation != self._generation:
             self._drop()
-        columns = np.array(starts)[:, None] + np.arange(width)
-        inputs = np.concatenate([part.reshape(-1) for part in (*padded(starts, width, tokens), columns)] + [asked])
+        writes = np.array(starts)[:, None] + np.arange(width)
+        inputs = np.concatenate([part.reshape(-1) for part in (*padded(starts, width, tokens), writes)] + [asked])
         self._inputs[: inputs.size].copy_(torch.from_numpy(inputs.astype(np.int64, copy=False)), non_blocking=True)
         output = self._output(shape)
         return None if output is None else output.clone()

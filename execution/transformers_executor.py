@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -72,7 +73,6 @@ class TransformersExecutor:
             network.set_attn_implementation(PACKED_ATTENTION)
         names = inspect.signature(network.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
-        self._asked: Tensor | None = None  # int64 [n]: which of the pass's B · width positions the head computes
         self._cache = RowCache(config.num_hidden_layers)
         self._packed = packed and packable(self._device, self._torch_dtype)
         self._least = LEAST_ROWS if self._packed else 1  # positions of a pass: fewer take longer with packed layers
@@ -137,24 +137,29 @@ class TransformersExecutor:
     def _through(self, place: Placement, ids: Tensor, positions: Tensor, asked: Tensor | None) -> Tensor | None:
         """The head's logits [asked, H] of ids [B, width], or None where it isn't asked. The host reads no input."""
         self._cache.show(place)
-        self._asked = asked
-        try:
-            output = (self._network if asked is not None else self._network.base_model)(
+        network = self._network.base_model if asked is None else self._network
+        with self._head_of(asked):
+            output = network(
                 input_ids=ids,
                 position_ids=positions,
                 attention_mask=self._masks(place),
                 use_cache=True,
                 **{self._cache_name: self._cache},
             )
-        finally:
-            self._asked = None
         return None if asked is None else output.logits[0]
 
-    def _select(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Before the head: keep the asked positions, [B, width, hidden] -> [1, asked, hidden]."""
-        if self._asked is None:
-            return inputs
-        return (inputs[0].flatten(0, 1)[self._asked][None], *inputs[1:])
+    @contextmanager
+    def _head_of(self, asked: Tensor | None) -> Iterator[None]:
+        """While it lasts, the head computes the asked positions: [B, width, hidden] becomes [1, asked, hidden]."""
+
+        def select(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return inputs if asked is None else (inputs[0].flatten(0, 1)[asked][None], *inputs[1:])
+
+        hook = self._network.get_output_embeddings().register_forward_pre_hook(select)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def _full_width(self, logits: Tensor) -> Tensor:
         """float32 [n, vocab_size] of the head's [n, H]."""
@@ -196,7 +201,6 @@ class TransformersExecutor:
                 self._probe()
             except Exception as error:
                 raise self._refusal("packed weights", error, "use --weights plain") from error
-        self._network.get_output_embeddings().register_forward_pre_hook(self._select)
         self._cache.allocate()
         if graphs is not None:
             self._static = self._static_passes(graphs)

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from execution import static_passes
 from execution.attention_kinds import changing_rotary
 from execution.cuda_graphs import CudaGraphs, RunAgain
 from execution.interface import Extension
-from execution.static_passes import MOST_POSITIONS, bucket
+from execution.static_passes import bucket
 from execution.transformers_executor import TransformersExecutor
 
 VOCAB = 61
@@ -70,6 +71,15 @@ def test_buckets():
     assert all(bucket(bucket(count)) == bucket(count) >= count > bucket(count) / 2 for count in range(1, 5000))
 
 
+def test_attended_columns():
+    found = [static_passes.columns(length) for length in (1, 256, 257, 1025, 2049, 4096, 4097, 100_000)]
+    assert found == [256, 256, 512, 1280, 2560, 4096, 5120, 114_688]
+    for length in range(1, 9000):
+        assert length <= static_passes.columns(length) < max(length + 256, 1.25 * length + 1)
+        length <= static_passes.columns(length) < max(length + 256, 1.25 * length + 1) for length in range(1, 9000)
+    )
+
+
 def test_run_then_recorded_then_replayed(make_pair):
     graphs = Noted()
     pair = make_pair(graphs=graphs, packed=False)
@@ -115,10 +125,11 @@ def test_verify_and_draft_shapes_take_turns_with_rows_of_unequal_length(make_pai
     assert sum(graphs.replays) > 2 * graphs.recorded > 0
 
 
-def test_a_large_pass_is_left_alone(make_pair, some_tokens):
+def test_a_large_pass_is_left_alone(make_pair, some_tokens, monkeypatch):
     graphs = Noted()
     pair = make_pair(graphs=graphs)
-    text = some_tokens(MOST_POSITIONS + 1, 1)
+    monkeypatch.setattr("execution.static_passes.MOST_POSITIONS", 64)
+    text = some_tokens(65, 1)
     for _ in range(3):
         row = pair.executor.open()
         [logits] = pair.executor.extend([Extension(row, text, 1)])
