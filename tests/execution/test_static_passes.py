@@ -76,8 +76,6 @@ def test_attended_columns():
     assert found == [256, 256, 512, 1280, 2560, 4096, 5120, 114_688]
     for length in range(1, 9000):
         assert length <= static_passes.columns(length) < max(length + 256, 1.25 * length + 1)
-        length <= static_passes.columns(length) < max(length + 256, 1.25 * length + 1) for length in range(1, 9000)
-    )
 
 
 def test_run_then_recorded_then_replayed(make_pair):
