@@ -32,6 +32,7 @@ STAND_INS = {
 SHORTENED = {  # the last of two flags counts
     "scripts/measure_turns.py": ("--target-model", TARGET, "--draft-model", DRAFT, "--history", "100", "--pairs", "1"),
     "scripts/measure_bars.py": ("--only", "wide-coupled", "--seeds", "1"),
+    "scripts/gpu_check.py": ("--small", "--device", "cpu"),
     "bench": ("--requests", "1", "--max-tokens", "24"),
 }
 ENVIRONMENT = {"SPECDEC_TARGET_MODEL": TARGET, "SPECDEC_DRAFT_MODEL": DRAFT, "SPECDEC_MAX_TOKENS": "8"}
