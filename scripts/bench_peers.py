@@ -26,10 +26,9 @@ import shlex
 import statistics
 import sys
 import time
-from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Any
 
@@ -52,6 +51,7 @@ OURS, OURS_PLAIN = "specdec torch", "specdec torch, target only"
 OURS_LLAMA, OURS_LLAMA_PLAIN = "specdec llama.cpp", "specdec llama.cpp, target only"
 LOOKED_UP = 2  # tokens of a looked-up block: what llama-cpp-python's README advises for CPUs
 PATIENCE = 60.0  # seconds until a worker has taken the end of a request
+INSTALL = "pip install 'specdec-orchestrator[llamacpp]'"
 PAUSE = 0.02  # seconds in which threads that wait for more work fall asleep
 
 
@@ -91,6 +91,11 @@ class Bar:
     least: float
     kind: str = ""
 
+    def value(self, runs: Runs, kind: str) -> float | None:
+        """None: not measured, or with other weights."""
+        measured = self.above in runs and self.below in runs and self.kind in ("", kind)
+        return ratio(runs[self.above], runs[self.below]) if measured else None
+
 
 BARS = (
     Bar(OURS, GENERATE, 1.6),
@@ -101,52 +106,47 @@ BARS = (
 )
 
 
-class Contestant(ABC):
-    """Something that continues a prompt greedily, up to an end token."""
+class Contestant:
+    """Something that continues a prompt greedily, up to an end token. Those of this process have load and answer, which
+    runs in a thread: the loop goes on meanwhile.
+    """
 
-    def __init__(self, name: str, setting: Setting) -> None:
-        self.name, self.setting = name, setting
+    def __init__(self, name: str, setting: Setting, **options: Any) -> None:
+        self.name, self.setting, self.options = name, setting, options
 
-    @abstractmethod
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        self.load()
 
-    async def close(self) -> None:  # noqa: B027  # most have nothing to end
+    async def close(self) -> None:
         pass
 
-    @abstractmethod
-    async def answer(self, prompt: list[int], max_tokens: int) -> list[int]:
-        """The new ids."""
-
-    async def generate(self, prompt: Sequence[int], max_tokens: int) -> Run:
+    async def generate(self, prompt: list[int], max_tokens: int) -> Run:
         started = time.perf_counter()
-        ids = await self.answer(list(prompt), max_tokens)
+        ids = await asyncio.to_thread(self.answer, prompt, max_tokens)
         return Run(tuple(ids), time.perf_counter() - started)
 
 
 class Transformers(Contestant):
-    """transformers' `generate` of the target's network as it was read; `assisted`: with our draft as its assistant."""
+    """transformers' `generate` of a network as it was read. Options: network; draft, its assistant in generation."""
 
-    def __init__(self, name: str, setting: Setting, network: Any, *, assisted: bool) -> None:
-        super().__init__(name, setting)
-        self.network, self.assisted, self.options = network, assisted, {}
-
-    async def start(self) -> None:
+    def load(self) -> None:
         import torch
         from transformers import GenerationConfig
 
         torch.set_num_threads(self.setting.threads)
-        self.network.eval().generation_config = GenerationConfig()  # a model's own may punish repetition
-        eos = list(self.setting.eos_ids)
-        self.options = {"do_sample": False, "eos_token_id": eos or None, "pad_token_id": eos[0] if eos else None}
-        if self.assisted:
-            self.options["assistant_model"] = read_draft(self.setting.draft_model)
+        self.network = self.options["network"].eval()
+        self.network.generation_config = GenerationConfig()  # a model's own may punish repetition
+        eos = [*self.setting.eos_ids]
+        self.fixed = {"do_sample": False, "eos_token_id": eos or None, "pad_token_id": eos[0] if eos else None}
+        if "draft" in self.options:
+            self.fixed["assistant_model"] = read_draft(self.options["draft"])
 
-    async def answer(self, prompt: list[int], max_tokens: int) -> list[int]:
+    def answer(self, prompt: list[int], max_tokens: int) -> list[int]:
         import torch
 
         ids = torch.tensor([prompt])
-        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_tokens, **self.options}
-        found = await asyncio.to_thread(self.network.generate, ids, **options)  # the loop goes on reading the workers
+        seen = torch.ones_like(ids)
+        found = self.network.generate(ids, attention_mask=seen, max_new_tokens=max_tokens, **self.fixed)
         return found[0, len(prompt) :].tolist()
 
 
@@ -168,42 +168,25 @@ def read_draft(model: str) -> Any:
 
 
 class LlamaCpp(Contestant):
-    """llama-cpp-python's own loop; `lookup`: with its own speculative mode, which looks blocks up in the prompt."""
+    """llama-cpp-python's own loop. Option: lookup, its own speculative mode, which looks blocks up in the prompt."""
 
-    def __init__(self, name: str, setting: Setting, *, lookup: bool) -> None:
-        super().__init__(name, setting)
-        self.lookup = lookup
-        self.llama: Any = None
-
-    async def start(self) -> None:
+    def load(self) -> None:
         import llama_cpp
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
+        cells = self.setting.context + LOOKED_UP + 1
         half, threads = self.setting.kind == "F16", self.setting.threads
         cache = llama_cpp.GGML_TYPE_F16 if half else llama_cpp.GGML_TYPE_F32
+        options = {"n_threads": threads, "n_threads_batch": threads, "type_k": cache, "type_v": cache}
+        options["flash_attn"] = half  # as our engine has it
+        if "lookup" in self.options:
+            options["draft_model"] = LlamaPromptLookupDecoding(num_pred_tokens=self.options["lookup"])
         try:
-            self.llama = llama_cpp.Llama(
-                str(self.setting.gguf),
-                n_ctx=-(-(self.setting.context + LOOKED_UP + 1) // 256) * 256,
-                n_threads=threads,
-                n_threads_batch=threads,
-                type_k=cache,
-                type_v=cache,
-                flash_attn=half,  # as our engine sets it
-                draft_model=LlamaPromptLookupDecoding(num_pred_tokens=LOOKED_UP) if self.lookup else None,
-                verbose=False,
-            )
+            self.llama = llama_cpp.Llama(str(self.setting.gguf), n_ctx=cells, verbose=False, **options)
         except ValueError as error:
             raise click.ClickException(f"--gguf {self.setting.gguf}: llama.cpp can't load it ({error})") from error
 
-    async def close(self) -> None:
-        if self.llama is not None:
-            self.llama.close()
-
-    async def answer(self, prompt: list[int], max_tokens: int) -> list[int]:
-        return await asyncio.to_thread(self._answer, prompt, max_tokens)
-
-    def _answer(self, prompt: list[int], max_tokens: int) -> list[int]:
+    def answer(self, prompt: list[int], max_tokens: int) -> list[int]:
         self.llama.reset()  # or what begins like the last prompt isn't prefilled again
         found: list[int] = []
         with contextlib.closing(self.llama.generate(prompt, temp=0.0)) as tokens:
@@ -213,38 +196,36 @@ class LlamaCpp(Contestant):
 
 
 class Own(Contestant):
-    """This runtime, its workers processes of their own."""
-
-    def __init__(self, name: str, setting: Setting, **fields: Any) -> None:
-        super().__init__(name, setting)
-        fields |= {"target_threads": setting.threads, "draft_model": setting.draft_model, "draft_engine": "torch"}
-        self.config = RuntimeConfig(**fields, kept_tokens=0)  # rounds have the same prompts: each is prefilled anew
-        self.runtime = Runtime(self.config)
+    """This runtime, its workers processes of their own. Options: fields of its configuration."""
 
     async def start(self) -> None:
-        await self.runtime.__aenter__()
+        fields = {"draft_model": self.setting.draft_model, "draft_engine": "torch", **self.options}
+        fields["kept_tokens"] = 0  # rounds have the same prompts: each is prefilled anew
+        self.config = RuntimeConfig(target_threads=self.setting.threads, **fields)
+        self.runtime = await Runtime(self.config).__aenter__()
 
     async def close(self) -> None:
         await self.runtime.close()
 
-    async def answer(self, prompt: list[int], max_tokens: int) -> list[int]:
+    async def generate(self, prompt: list[int], max_tokens: int) -> Run:
+        """Returns when both workers have taken the request's end too."""
+        started = time.perf_counter()
         chunks = self.runtime.generate(prompt, temperature=0, seed=self.setting.seed, max_tokens=max_tokens)
-        return [token async for chunk in chunks for token in chunk.token_ids]
-
-    async def rest(self) -> None:
-        """Until both workers have taken the end of the request."""
+        ids = tuple([token async for chunk in chunks for token in chunk.token_ids])
+        run = Run(ids, time.perf_counter() - started)
         for peer in (self.runtime.target, self.runtime.draft):
             async with asyncio.timeout(PATIENCE):
                 while peer is not None and (await peer.link.ping(PATIENCE))[0].requests:
                     await asyncio.sleep(0.01)
+        return run
 
 
 def make_contestants(setting: Setting, network: Any, only: Sequence[str]) -> list[Contestant]:
     """What is measured; transformers' generate and this runtime always, as ratios are against them."""
     torch = {"target_model": setting.target_model, "target_engine": "torch"}
-    every: list[Contestant] = [
-        Transformers(GENERATE, setting, network, assisted=False),
-        Transformers(ASSISTED, setting, network, assisted=True),
+    every = [
+        Transformers(GENERATE, setting, network=network),
+        Transformers(ASSISTED, setting, network=network, draft=setting.draft_model),
         Own(OURS, setting, **torch),
         Own(OURS_PLAIN, setting, **torch, draft="none"),
     ]
@@ -252,53 +233,45 @@ def make_contestants(setting: Setting, network: Any, only: Sequence[str]) -> lis
         dtype = "float16" if setting.kind == "F16" else "float32"  # of keys and values
         llama = {"target_model": str(setting.gguf), "target_engine": "llamacpp", "target_dtype": dtype}
         every += [
-            LlamaCpp(LLAMA, setting, lookup=False),
-            LlamaCpp(LOOKUP, setting, lookup=True),
+            LlamaCpp(LLAMA, setting),
+            LlamaCpp(LOOKUP, setting, lookup=LOOKED_UP),
             Own(OURS_LLAMA, setting, **llama),
             Own(OURS_LLAMA_PLAIN, setting, **llama, draft="none"),
         ]
-    wanted = {one.name for one in every if not only or any(text in one.name for text in only)}
+    wanted = [one for one in every if not only or any(text in one.name for text in only)]
     if not wanted:
-        names = "; ".join(one.name for one in every)
-        raise click.UsageError(f"--only {', '.join(only)}: no name contains it; there are {names}")
-    return [one for one in every if one.name in {GENERATE, OURS, *wanted}]
-
-
-def in_turn(contestants: Sequence[Contestant], turn: int) -> Sequence[Contestant]:
-    """Forward and backward in turn: a drift of the machine's speed meets all alike."""
-    return contestants if turn % 2 == 0 else contestants[::-1]
+        raise click.UsageError(f"--only {only[0]}: no name has it; there are {'; '.join(one.name for one in every)}")
+    return [one for one in every if one in wanted or one.name in (GENERATE, OURS)]
 
 
 async def measure(
-    contestants: Sequence[Contestant], prompts: Sequence[Sequence[int]], rounds: int, max_tokens: int
+    contestants: Sequence[Contestant], prompts: Sequence[list[int]], rounds: int, max_tokens: int
 ) -> Runs:
-    """What started contestants answer."""
+    """What started contestants answer; their order is forward and backward in turn, so that a drift meets all alike."""
     runs: dict[str, list[list[Run]]] = {one.name: [[] for _ in range(rounds)] for one in contestants}
     turns = [(index, number) for index in range(rounds) for number in range(len(prompts))]
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("", total=(1 + len(turns)) * len(contestants))
         for index, number in [(-1, 0), *turns]:  # the first warms up
-            for one in in_turn(contestants, index + number):
+            for one in contestants[:: -1 if (index + number) % 2 else 1]:
                 progress.update(task, description=one.name)
                 run = await one.generate(prompts[number], max_tokens)
                 if index >= 0:
                     runs[one.name][index].append(run)
-                if isinstance(one, Own):
-                    await one.rest()
                 await asyncio.sleep(PAUSE)
                 progress.advance(task)
             gc.freeze()  # what is loaded stays: looking through it again would stall an answer
     return runs
 
 
-async def run_all(
-    setting: Setting, contestants: Sequence[Contestant], prompts: Sequence[Sequence[int]], rounds: int
+async def start_and_measure(
+    setting: Setting, contestants: Sequence[Contestant], prompts: Sequence[list[int]], rounds: int
 ) -> tuple[Runs, dict[str, Any]]:
-    """Start all, measure, end all: the runs, and what they ran on and with."""
+    """The runs, and what they ran on and with."""
     async with contextlib.AsyncExitStack() as stack:
         for one in contestants:
-            stack.push_async_callback(one.close)
             await one.start()
+            stack.push_async_callback(one.close)
         runs = await measure(contestants, prompts, rounds, setting.max_tokens)
         ours = next(one for one in contestants if isinstance(one, Own))
         options = GenerateOptions(max_tokens=setting.max_tokens, temperature=0, seed=setting.seed)
@@ -314,45 +287,28 @@ def ratio(above: Rounds, below: Rounds) -> float:
     return statistics.median(a / b for a, b in zip(rates(above), rates(below), strict=True))
 
 
-def first_difference(found: Sequence[int], expected: Sequence[int]) -> int | None:
-    """The index of the first id that isn't the expected one, or that only one of them has."""
-    length = min(len(found), len(expected))
-    same_length = None if len(found) == len(expected) else length
-    return next((i for i in range(length) if found[i] != expected[i]), same_length)
-
-
 def differences(found: Rounds, expected: Rounds) -> list[int | None]:
-    """For each prompt the earliest first difference of all rounds."""
-    pairs = zip(zip(*found, strict=True), zip(*expected, strict=True), strict=True)  # by prompt
-    each = [[first_difference(a.ids, b.ids) for a, b in zip(*pair, strict=True)] for pair in pairs]
-    return [min((index for index in one if index is not None), default=None) for one in each]
+    """For each prompt the index of the earliest id, in any round, that isn't the expected one; None: all are."""
+
+    def first(a: Run, b: Run) -> int | None:
+        return next((at for at, (x, y) in enumerate(zip_longest(a.ids, b.ids)) if x != y), None)
+
+    each = [map(first, *pair) for pair in zip(found, expected, strict=True)]
+    return [min((at for at in one if at is not None), default=None) for one in zip(*each, strict=True)]
 
 
-def table(runs: Runs, kind: str) -> str:
-    """Markdown: a row a contestant."""
+def tables(runs: Runs, kind: str) -> str:
+    """Markdown: a row a contestant, then a row a bar."""
     lines = [f"| | weights | tokens/s | min–max | / {GENERATE} | {OURS} / it | same ids |", "|---|" + "---|" * 6]
     for name, rounds in runs.items():
         each, differ = rates(rounds), differences(rounds, runs[GENERATE])
         weights = f"{kind}{' (others)' * (kind != 'F32')}" if LLAMA in name else "float32"
-        lines.append(
-            f"| {name} | {weights} | {statistics.median(each):.1f} | {min(each):.1f}–{max(each):.1f} | "
-            f"{ratio(rounds, runs[GENERATE]):.2f} | {ratio(runs[OURS], rounds):.2f} | "
-            f"{differ.count(None)} of {len(differ)} |"
-        )
-    return "\n".join(lines)
-
-
-def value_of(bar: Bar, runs: Runs, kind: str) -> float | None:
-    """None: not measured, or with other weights."""
-    measured = bar.above in runs and bar.below in runs and bar.kind in ("", kind)
-    return ratio(runs[bar.above], runs[bar.below]) if measured else None
-
-
-def bars_table(runs: Runs, kind: str) -> str:
-    """Markdown: a row a bar."""
-    lines = ["| what | bar | median | kept |", "|---|---|---|---|"]
+        spread = f"{statistics.median(each):.1f} | {min(each):.1f}–{max(each):.1f}"
+        ratios = f"{ratio(rounds, runs[GENERATE]):.2f} | {ratio(runs[OURS], rounds):.2f}"
+        lines.append(f"| {name} | {weights} | {spread} | {ratios} | {differ.count(None)} of {len(differ)} |")
+    lines += ["", "| what | bar | median | kept |", "|---|---|---|---|"]
     for bar in BARS:
-        value = value_of(bar, runs, kind)
+        value = bar.value(runs, kind)
         found = "– | not measured" if value is None else f"{value:.2f} | {'yes' if value >= bar.least else '**no**'}"
         what = f"{bar.above} / {bar.below}" + (f", --gguf with {bar.kind}" if bar.kind else "")
         lines.append(f"| {what} | ≥ {bar.least:.2f} | {found} |")
@@ -360,7 +316,7 @@ def bars_table(runs: Runs, kind: str) -> str:
 
 
 def as_json(runs: Runs, kind: str) -> dict[str, Any]:
-    """What was measured, and where answers differ from transformers' first (null: nowhere)."""
+    """All seconds by round and prompt, the first round's ids, where ids differ from transformers' first."""
     each = {
         name: {
             "tokens_per_second": rates(rounds),
@@ -370,7 +326,7 @@ def as_json(runs: Runs, kind: str) -> dict[str, Any]:
         }
         for name, rounds in runs.items()
     }
-    return {"contestants": each, "bars": [{**vars(bar), "value": value_of(bar, runs, kind)} for bar in BARS]}
+    return {"contestants": each, "bars": [{**asdict(bar), "value": bar.value(runs, kind)} for bar in BARS]}
 
 
 def find_gguf(path: Path | None, target_model: str) -> tuple[Path | None, str]:
@@ -378,18 +334,16 @@ def find_gguf(path: Path | None, target_model: str) -> tuple[Path | None, str]:
     from gguf import GGUFReader
 
     if importlib.util.find_spec("llama_cpp") is None:
-        why = "llama-cpp-python isn't installed: pip install 'specdec-orchestrator[llamacpp]'"
-    elif path is None and target_model != default_models.TARGET:
-        why = f"--gguf names no file of {target_model}"
-    else:
-        path = path or default_models.target_file()
-        try:
-            kinds = Counter(one.tensor_type.name for one in GGUFReader(path).tensors if len(one.shape) > 1)
-        except (ValueError, IndexError) as error:
-            raise click.UsageError(f"--gguf {path} can't be read ({error}): name a GGUF file of a model") from error
-        return path, max(kinds, key=lambda kind: kinds[kind], default="")
-    click.echo(f"llama.cpp is left out: {why}", err=True)
-    return None, ""
+        click.echo(f"llama.cpp is left out, as it isn't installed: {INSTALL}", err=True)
+        return None, ""
+    if path is None and target_model != default_models.TARGET:
+        click.echo(f"llama.cpp is left out, as --gguf names no file of {target_model}", err=True)
+        return None, ""
+    path = path or default_models.target_file()
+    try:
+        return path, statistics.mode(one.tensor_type.name for one in GGUFReader(path).tensors if len(one.shape) > 1)
+    except (ValueError, IndexError) as error:
+        raise click.UsageError(f"--gguf {path} can't be read ({error}): name a GGUF file of a model") from error
 
 
 def prepare(count: int, only: Sequence[str], gguf: Path | None, given: dict[str, Any]) -> tuple[Any, ...]:
@@ -428,7 +382,7 @@ def main(
             raise click.UsageError(f"--{flag.replace('_', '-')} {given[flag]}: peers can't run it, name a network")
     try:
         setting, contestants, prompts = prepare(count, only, gguf, given)
-        runs, about = asyncio.run(run_all(setting, contestants, prompts, rounds))
+        runs, about = asyncio.run(start_and_measure(setting, contestants, prompts, rounds))
     except (ModelError, SpecdecError) as error:
         raise click.ClickException(str(error)) from error
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
