@@ -17,8 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import importlib.metadata
-import importlib.util
 import json
 import os
 import random
@@ -28,6 +26,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import distributions
+from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Any
@@ -51,7 +51,6 @@ OURS, OURS_PLAIN = "specdec torch", "specdec torch, target only"
 OURS_LLAMA, OURS_LLAMA_PLAIN = "specdec llama.cpp", "specdec llama.cpp, target only"
 LOOKED_UP = 2  # tokens of a looked-up block: what llama-cpp-python's README advises for CPUs
 PATIENCE = 60.0  # seconds until a worker has taken the end of a request
-INSTALL = "pip install 'specdec-orchestrator[llamacpp]'"
 PAUSE = 0.02  # seconds in which threads that wait for more work fall asleep
 
 
@@ -174,17 +173,19 @@ class LlamaCpp(Contestant):
         import llama_cpp
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-        cells = self.setting.context + LOOKED_UP + 1
         half, threads = self.setting.kind == "F16", self.setting.threads
         cache = llama_cpp.GGML_TYPE_F16 if half else llama_cpp.GGML_TYPE_F32
         options = {"n_threads": threads, "n_threads_batch": threads, "type_k": cache, "type_v": cache}
-        options["flash_attn"] = half  # as our engine has it
+        options |= {"n_ctx": self.setting.context + LOOKED_UP + 1, "flash_attn": half}  # as our engine has it
         if "lookup" in self.options:
             options["draft_model"] = LlamaPromptLookupDecoding(num_pred_tokens=self.options["lookup"])
         try:
-            self.llama = llama_cpp.Llama(str(self.setting.gguf), n_ctx=cells, verbose=False, **options)
+            self.llama = llama_cpp.Llama(str(self.setting.gguf), verbose=False, **options)
         except ValueError as error:
             raise click.ClickException(f"--gguf {self.setting.gguf}: llama.cpp can't load it ({error})") from error
+
+    async def close(self) -> None:
+        self.llama.close()
 
     def answer(self, prompt: list[int], max_tokens: int) -> list[int]:
         self.llama.reset()  # or what begins like the last prompt isn't prefilled again
@@ -255,18 +256,16 @@ async def measure(
         for index, number in [(-1, 0), *turns]:  # the first warms up
             for one in contestants[:: -1 if (index + number) % 2 else 1]:
                 progress.update(task, description=one.name)
-                run = await one.generate(prompts[number], max_tokens)
+                found = await one.generate(prompts[number], max_tokens)
                 if index >= 0:
-                    runs[one.name][index].append(run)
+                    runs[one.name][index].append(found)
                 await asyncio.sleep(PAUSE)
                 progress.advance(task)
             gc.freeze()  # what is loaded stays: looking through it again would stall an answer
     return runs
 
 
-async def start_and_measure(
-    setting: Setting, contestants: Sequence[Contestant], prompts: Sequence[list[int]], rounds: int
-) -> tuple[Runs, dict[str, Any]]:
+async def run(setting: Setting, contestants: Sequence[Contestant], prompts: Sequence[list[int]], rounds: int) -> Any:
     """The runs, and what they ran on and with."""
     async with contextlib.AsyncExitStack() as stack:
         for one in contestants:
@@ -316,13 +315,11 @@ def tables(runs: Runs, kind: str) -> str:
 
 
 def as_json(runs: Runs, kind: str) -> dict[str, Any]:
-    """All seconds by round and prompt, the first round's ids, where ids differ from transformers' first."""
     each = {
         name: {
             "tokens_per_second": rates(rounds),
-            "seconds": [[run.seconds for run in one] for one in rounds],
-            "ids": [run.ids for run in rounds[0]],
-            "first_difference": differences(rounds, runs[GENERATE]),
+            "first_difference": differences(rounds, runs[GENERATE]),  # from transformers' ids, by prompt
+            "rounds": [[asdict(run) for run in one] for one in rounds],
         }
         for name, rounds in runs.items()
     }
@@ -333,11 +330,11 @@ def find_gguf(path: Path | None, target_model: str) -> tuple[Path | None, str]:
     """The file for llama.cpp and what most of its matrices are, as F32; (None, ""), said aloud, where there is none."""
     from gguf import GGUFReader
 
-    if importlib.util.find_spec("llama_cpp") is None:
-        click.echo(f"llama.cpp is left out, as it isn't installed: {INSTALL}", err=True)
-        return None, ""
+    why = None if find_spec("llama_cpp") else "not installed: pip install 'specdec-orchestrator[llamacpp]'"
     if path is None and target_model != default_models.TARGET:
-        click.echo(f"llama.cpp is left out, as --gguf names no file of {target_model}", err=True)
+        why = why or f"without a file: name one of {target_model} with --gguf"
+    if why is not None:
+        click.echo(f"llama.cpp is left out, {why}", err=True)
         return None, ""
     path = path or default_models.target_file()
     try:
@@ -346,20 +343,16 @@ def find_gguf(path: Path | None, target_model: str) -> tuple[Path | None, str]:
         raise click.UsageError(f"--gguf {path} can't be read ({error}): name a GGUF file of a model") from error
 
 
-def prepare(count: int, only: Sequence[str], gguf: Path | None, given: dict[str, Any]) -> tuple[Any, ...]:
-    """Setting, contestants and prompts. The target's network is read here: its vocabulary makes the prompts."""
+def read_target(model: str, count: int, seed: int) -> tuple[Any, tuple[int, ...], list[list[int]]]:
+    """The target's network, its end tokens, and the prompts as it reads them."""
     import torch
 
     from execution.loading import read_network
 
-    path, kind = find_gguf(gguf, given["target_model"])
-    network, _, vocabulary = read_network(given["target_model"], torch.device("cpu"), torch.float32)
+    network, _, vocabulary = read_network(model, torch.device("cpu"), torch.float32)
     codec = TextCodec(vocabulary.tokenizer_json, vocabulary.chat_template)
-    texts = random.Random(given["seed"]).sample([one.text for one in shipped_prompts()], count)
-    prompts = [codec.encode(text, raw=False) for text in texts]
-    context = max(map(len, prompts)) + given["max_tokens"]
-    setting = Setting(**given, gguf=path, kind=kind, context=context, eos_ids=vocabulary.eos_ids)
-    return setting, make_contestants(setting, network, only), prompts
+    chosen = random.Random(seed).sample(shipped_prompts(), count)
+    return network, vocabulary.eos_ids, [codec.encode(one.text, raw=False) for one in chosen]
 
 
 @click.command()
@@ -381,19 +374,22 @@ def main(
         if given[flag].split(":")[0] in ("toy", "synthetic", "ngram", "none"):
             raise click.UsageError(f"--{flag.replace('_', '-')} {given[flag]}: peers can't run it, name a network")
     try:
-        setting, contestants, prompts = prepare(count, only, gguf, given)
-        runs, about = asyncio.run(start_and_measure(setting, contestants, prompts, rounds))
+        gguf, kind = find_gguf(gguf, given["target_model"])
+        network, eos_ids, prompts = read_target(given["target_model"], count, given["seed"])
+        context = max(map(len, prompts)) + given["max_tokens"]
+        setting = Setting(**given, gguf=gguf, kind=kind, context=context, eos_ids=eos_ids)
+        contestants = make_contestants(setting, network, only)
+        runs, about = asyncio.run(run(setting, contestants, prompts, rounds))
     except (ModelError, SpecdecError) as error:
         raise click.ClickException(str(error)) from error
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        about["versions"]["llama-cpp-python"] = importlib.metadata.version("llama-cpp-python")
-    print(table(runs, setting.kind), bars_table(runs, setting.kind), sep="\n\n")
-    if setting.kind not in ("", "F32"):
-        print(f"\n{setting.gguf.name} isn't float32: rows of llama.cpp are of other weights (scripts/gguf_as.py).")
+    about["versions"] |= {one.name: one.version for one in distributions(name="llama-cpp-python")}
+    print(tables(runs, kind))
+    if gguf is not None and kind != "F32":
+        print(f"\n{gguf.name} isn't float32: rows of llama.cpp are of other weights (scripts/gguf_as.py).")
     print(f"\nCommand: `python scripts/bench_peers.py {shlex.join(sys.argv[1:])}`; {about['date']}.")
     print(f"\nMachine: {json.dumps(about['machine'])}\n\nVersions: {json.dumps(about['versions'])}")
     if json_file is not None:
-        json.dump({**as_json(runs, setting.kind), **about}, json_file, ensure_ascii=False, indent=1)
+        json.dump({**as_json(runs, kind), **about}, json_file, ensure_ascii=False, indent=1)
 
 
 if __name__ == "__main__":
