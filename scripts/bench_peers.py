@@ -384,7 +384,7 @@ def main(
         raise click.ClickException(str(error)) from error
     about["versions"] |= {one.name: one.version for one in distributions(name="llama-cpp-python")}
     print(tables(runs, kind))
-    if gguf is not None and kind != "F32":
+    if gguf is not None and kind != "F32" and any(LLAMA in name for name in runs):
         print(f"\n{gguf.name} isn't float32: rows of llama.cpp are of other weights (scripts/gguf_as.py).")
     print(f"\nCommand: `python scripts/bench_peers.py {shlex.join(sys.argv[1:])}`; {about['date']}.")
     print(f"\nMachine: {json.dumps(about['machine'])}\n\nVersions: {json.dumps(about['versions'])}")

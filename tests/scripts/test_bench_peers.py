@@ -19,8 +19,25 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import bench_peers  # noqa: E402
-from bench_peers import ASSISTED, BARS, GENERATE, LLAMA, OURS, OURS_LLAMA, OURS_LLAMA_PLAIN, OURS_PLAIN  # noqa: E402
-from bench_peers import Contestant, Run, differences, measure, rates, ratio, read_draft, tables  # noqa: E402
+from bench_peers import (  # noqa: E402
+    ASSISTED,
+    BARS,
+    GENERATE,
+    LLAMA,
+    OURS,
+    OURS_LLAMA,
+    OURS_LLAMA_PLAIN,
+    OURS_PLAIN,
+    Contestant,
+    Run,
+    differences,
+    measure,
+    rates,
+    ratio,
+    read_draft,
+    tables,
+)
+
 from tests.tiny_gguf import tiny_network, write_gguf  # noqa: E402
 
 ALWAYS = [GENERATE, ASSISTED, OURS, OURS_PLAIN]
