@@ -24,7 +24,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
 from importlib.util import find_spec
@@ -110,6 +110,9 @@ class Contestant:
     runs in a thread: the loop goes on meanwhile.
     """
 
+    load: Callable[[], None]
+    answer: Callable[[list[int], int], list[int]]
+
     def __init__(self, name: str, setting: Setting, **options: Any) -> None:
         self.name, self.setting, self.options = name, setting, options
 
@@ -146,7 +149,7 @@ class Transformers(Contestant):
         ids = torch.tensor([prompt])
         seen = torch.ones_like(ids)
         found = self.network.generate(ids, attention_mask=seen, max_new_tokens=max_tokens, **self.fixed)
-        return found[0, len(prompt) :].tolist()
+        return list(found[0, len(prompt) :].tolist())
 
 
 def read_draft(model: str) -> Any:
@@ -158,11 +161,11 @@ def read_draft(model: str) -> Any:
     network, head_ids, _ = read_network(model, torch.device("cpu"), torch.float32)
     size = network.config.get_text_config(decoder=True).vocab_size
 
-    def widen(_: Any, __: Any, logits: torch.Tensor) -> torch.Tensor:  # [batch, positions, H] -> [.., .., vocab]
-        return logits.new_full((*logits.shape[:-1], size), -torch.inf).index_copy_(-1, head_ids, logits)
+    def widen(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:  # [batch, positions, H] -> [.., .., vocab]
+        return logits.new_full((*logits.shape[:-1], size), -torch.inf).index_copy_(-1, ids, logits)
 
     if head_ids is not None:
-        network.get_output_embeddings().register_forward_hook(widen)
+        network.get_output_embeddings().register_forward_hook(lambda _, __, logits: widen(head_ids, logits))
     return network.eval()
 
 

@@ -38,7 +38,7 @@ from bench_peers import (  # noqa: E402
     tables,
 )
 
-from tests.tiny_gguf import tiny_network, write_gguf  # noqa: E402
+from tests.tiny_gguf import needs_llamacpp, tiny_network, write_gguf  # noqa: E402
 
 ALWAYS = [GENERATE, ASSISTED, OURS, OURS_PLAIN]
 WITH_LLAMA = [*ALWAYS, LLAMA, bench_peers.LOOKUP, OURS_LLAMA, OURS_LLAMA_PLAIN]
@@ -196,8 +196,8 @@ def test_a_bad_option_is_named(arguments: tuple[str, ...], says: str) -> None:
     assert status == 2 and says in output.splitlines()[-1], output
 
 
+@needs_llamacpp
 def test_a_file_that_is_no_model(tmp_path: Path) -> None:
-    pytest.importorskip("llama_cpp")
     (tmp_path / "not.gguf").write_bytes(b"something else, long enough to be looked at")
     status, output = invoke("--gguf", str(tmp_path / "not.gguf"))
     assert status == 2 and "not.gguf can't be read" in output.splitlines()[-1], output
@@ -227,7 +227,7 @@ def test_without_llama_cpp_its_rows_are_left_out(
     assert [one.name for one in bench_peers.make_contestants(setting, None, ())] == ALWAYS
 
 
+@needs_llamacpp
 def test_with_llama_cpp_a_file_has_its_kind(tiny_pair: tuple[str, ...]) -> None:
-    pytest.importorskip("llama_cpp")
     assert bench_peers.find_gguf(Path(tiny_pair[1]), tiny_pair[1]) == (Path(tiny_pair[1]), "F32")
     assert bench_peers.find_gguf(None, tiny_pair[1]) == (None, "")
