@@ -21,7 +21,10 @@ from orchestrator.places import Place
 from protocol.errors import LinkError
 from protocol.limits import PROTOCOL_VERSION
 
-PACKAGES = ("specdec-orchestrator", "torch", "transformers", "llama-cpp-python", "tokenizers", "pyzmq", "msgpack", "numpy")
+PACKAGES = (
+    *("specdec-orchestrator", "torch", "transformers", "llama-cpp-python"),
+    *("tokenizers", "pyzmq", "msgpack", "numpy"),
+)
 PINGS = 20
 PING_SECONDS = 5.0
 DEVICES_SECONDS = 60.0
