@@ -1,7 +1,8 @@
-"""Linear layers on a CPU with their weights reordered once, and layers that are given the same tensor as one product.
+"""Layers that are given the same tensor as one product; on a CPU, with their weights reordered once too.
 
 torch's own float32 linear layer lets the library choose a plan for each width, and repacks the weights in each call
 where that pays. oneDNN's product over weights that are laid out once takes as long for nine positions as for one.
+On CUDA, weights stay as they are; fewer and larger products keep the memory busier.
 Imports torch.
 """
 
@@ -9,17 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 LEAST_ROWS = 4  # oneDNN's product with fewer rows takes longer than with these: passes are widened to so many positions
+Layout = Literal["reordered", "joined"]
 
 
-def packable(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether linear layers of this kind can be packed: float32 on a CPU whose torch has oneDNN."""
+def layout(device: torch.device, dtype: torch.dtype) -> Layout | None:
+    """How linear layers are packed: reordered in float32 on a CPU whose torch has oneDNN, joined on CUDA, or not."""
     built = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-    return device.type == "cpu" and dtype == torch.float32 and built
+    if device.type == "cpu" and dtype == torch.float32 and built:
+        return "reordered"
+    return "joined" if device.type == "cuda" else None
 
 
 @contextmanager
@@ -40,10 +45,11 @@ def calls(network: nn.Module) -> Iterator[list[tuple[nn.Linear, Tensor]]]:
             hook.remove()
 
 
-def pack(network: nn.Module, seen: Sequence[tuple[nn.Linear, Tensor]]) -> None:
+def pack(network: nn.Module, seen: Sequence[tuple[nn.Linear, Tensor]], layout: Layout) -> None:
     """Put a PackedLinear in the place of each linear layer that `calls` saw once; the old weights are given up.
 
-    Layers that were given the same tensor one after another (q, k and v; gate and up) become one product.
+    Layers that were given the same tensor one after another (q, k and v; gate and up) become one product. A layer that
+    has none to be joined with is left where that is all.
     """
     times = [layer for layer, _ in seen]
     once = [(layer, given) for layer, given in seen if sum(other is layer for other in times) == 1]
@@ -56,7 +62,9 @@ def pack(network: nn.Module, seen: Sequence[tuple[nn.Linear, Tensor]]) -> None:
     homes = {child: (parent, name) for parent in network.modules() for name, child in parent.named_children()}
     while groups:
         group = groups.pop(0)
-        product = _Product(group)
+        if layout == "joined" and len(group) == 1:
+            continue
+        product = _Reordered(group) if layout == "reordered" else _Joined(group)
         start = 0
         for layer in group:
             parent, name = homes.pop(layer)
@@ -65,12 +73,12 @@ def pack(network: nn.Module, seen: Sequence[tuple[nn.Linear, Tensor]]) -> None:
 
 
 class _Product:
-    """A group's weights, [sum of outputs, inputs], in oneDNN's own layout, and the last result until it's used up."""
+    """A group's weights, [sum of outputs, inputs], and the last result until it's used up."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         weights = [layer.weight for layer in layers]
         weight = weights[0].detach() if len(weights) == 1 else torch.cat(tuple(weights)).detach()
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        self._weight = self._laid_out(weight)
         biases = [layer.bias for layer in layers if layer.bias is not None]
         self._bias = torch.cat(tuple(biases)).detach() if biases else None
         self._members = len(layers)
@@ -78,20 +86,47 @@ class _Product:
         self._version, self._uses = 0, 0
         self._result: Tensor
 
+    def _laid_out(self, weight: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _times(self, given: Tensor) -> Tensor:
+        """[..., inputs] -> [..., sum of outputs]."""
+        raise NotImplementedError
+
     def of(self, given: Tensor) -> Tensor:
         """The product with `given`, [..., inputs] -> [..., sum of outputs], computed once for all members in turn."""
         if self._given is given and self._version == given._version:
             self._uses += 1
             result = self._result
         else:
-            result = torch.ops.mkldnn._linear_pointwise(given, self._weight, self._bias, "none", [], "")
+            result = self._times(given)
             if self._members == 1:
-                return result  # type: ignore[no-any-return]
+                return result
             self._given, self._version, self._uses, self._result = given, given._version, 1, result
         if self._uses == self._members:
             self._given = None
             del self._result
         return result
+
+
+class _Joined(_Product):
+    """As they are, one below the other."""
+
+    def _laid_out(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def _times(self, given: Tensor) -> Tensor:
+        return nn.functional.linear(given, self._weight, self._bias)
+
+
+class _Reordered(_Product):
+    """In oneDNN's own layout."""
+
+    def _laid_out(self, weight: Tensor) -> Tensor:
+        return torch.ops.mkldnn._reorder_linear_weight(weight, None)  # type: ignore[no-any-return]
+
+    def _times(self, given: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(given, self._weight, self._bias, "none", [], "")  # type: ignore[no-any-return]
 
 
 class PackedLinear(nn.Module):

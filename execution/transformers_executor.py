@@ -23,10 +23,11 @@ from execution.attention_kinds import (
 )
 from execution.cuda_graphs import Graphs
 from execution.errors import ModelError
+from execution.fused_norm import fuse_norms
 from execution.interface import UNBOUNDED, Extension, check_batch
 from execution.packed_attention import NAME as PACKED_ATTENTION
 from execution.packed_attention import mask_copies
-from execution.packed_linear import LEAST_ROWS, calls, pack, packable
+from execution.packed_linear import LEAST_ROWS, calls, layout, pack
 from execution.pass_inputs import Ids, asked_positions, filled, padded
 from execution.passes import plan
 from execution.placement import Placement
@@ -41,8 +42,8 @@ class TransformersExecutor:
     """Executor over a transformers causal language model in evaluation mode.
 
     `head_ids` (int64 [H], ascending) are the ids of a reduced head's outputs; logits of all others are −inf. `packed`:
-    where they can be (float32 on a CPU), linear layers are replaced by packed ones; `network` is not usable as it was
-    afterwards. `graphs`: small passes are recorded by it and replayed.
+    where they can be (float32 on a CPU, CUDA), linear layers are replaced by packed ones, and norms on CUDA by
+    single kernels; `network` is not usable as it was afterwards. `graphs`: records small passes, to be replayed.
     """
 
     free_rows = UNBOUNDED
@@ -74,8 +75,10 @@ class TransformersExecutor:
         names = inspect.signature(network.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._cache = RowCache(config.num_hidden_layers)
-        self._packed = packed and packable(self._device, self._torch_dtype)
-        self._least = LEAST_ROWS if self._packed else 1  # positions of a pass: fewer take longer with packed layers
+        self._layout = layout(self._device, self._torch_dtype) if packed else None
+        self._least = (
+            LEAST_ROWS if self._layout == "reordered" else 1
+        )  # positions of a pass: fewer take longer with packed layers
         self._static: StaticPasses | None = None
         self._prepare(graphs, checked=network.config.model_type not in TESTED and head_ids is None)
 
@@ -195,9 +198,12 @@ class TransformersExecutor:
             plain = plain_logits(self._network, self.vocab_size) if checked else None
         except Exception as error:
             raise self._refusal("per-row masks and positions", error, "choose another model") from error
-        if self._packed:
+        if self._layout is not None:
             try:
-                pack(self._network, seen)
+                pack(self._network, seen, self._layout)
+                if self._layout == "joined":
+                    fuse_norms(self._network)
+                    torch.cuda.empty_cache()  # the weights as they were; does nothing without CUDA
                 self._probe()
             except Exception as error:
                 raise self._refusal("packed weights", error, "use --weights plain") from error

@@ -42,7 +42,7 @@ class RuntimeConfig:
     draft_threads: int = 1
     target_engine: str = "auto"  # llamacpp for a .gguf file where that is installed, else torch
     draft_engine: str = "auto"
-    weights: str = "packed"  # of both workers, float32 on a CPU; plain: as transformers runs them
+    weights: str = "packed"  # of both workers, on CUDA or in float32 on a CPU; plain: as transformers runs them
     graphs: str = "on"  # of both workers, on CUDA: torch's small passes are captured and replayed
     gamma: Gamma = "auto"  # by goodput: what is measured decides, round by round
     overlap: str = "on"  # draft while the target verifies; off: take turns

@@ -73,7 +73,7 @@ _RUNTIME_OPTIONS = (
     _option(
         "--weights",
         _RUNTIME,
-        "packed: both workers lay out float32 weights on a CPU anew for its products; plain: as transformers has them.",
+        "packed: weights laid out anew for a CPU in float32, joined on CUDA; plain: as transformers has them.",
         type=click.Choice(WEIGHTS),
     ),
     _option(

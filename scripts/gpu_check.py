@@ -79,13 +79,14 @@ def check(device: torch.device, small: bool, advance: Callable[[], None]) -> tup
     advance()
     findings += check_logits(models.build(models.PAIR, torch.float32, device, 3), "small, float32")
     advance()
-    networks = {}
+    networks, read = {}, {}
     for seed, (name, shape) in enumerate(zip(("target", "draft"), shapes, strict=True)):
         networks[name] = models.build(shape, torch.bfloat16, device, seed)
+        read[name] = models.weight_bytes(networks[name])
         findings += check_logits(networks[name], f"{name}, bfloat16")
         advance()
     rate = timing.bandwidth(device, 1 << 24 if small else COPY)
-    timed = timing.measure(networks, rate, advance)
+    timed = timing.measure(networks, read, rate, advance)
     if small:
         timed = [replace(one, case=replace(one.case, bar=None)) for one in timed]
     return findings, timed

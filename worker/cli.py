@@ -56,7 +56,7 @@ def worker_command(
         default="packed",
         show_default=True,
         type=click.Choice(WEIGHTS),
-        help="packed: float32 weights on a CPU are laid out anew for its products; plain: they stay as they are.",
+        help="packed: weights are laid out anew for a CPU in float32, joined on CUDA; plain: they stay as they are.",
     )
     @click.option(
         "--graphs",

@@ -96,14 +96,14 @@ def check_decoding(device: torch.device, count: int) -> list[Finding]:
         network.lm_head.weight *= 8  # distributions far from uniform
     follower = resembling(network, 0.1, 6)
     prompts = [[7 * i + step for step in range(10 + 5 * i)] for i in range(REQUESTS)]
-    findings = []
+    plain = {}
     for mode in MODES:
-        plain, (target, graphs), (draft, _) = (
-            executor(network, graphs=False)[0],
-            executor(network, graphs=True),
-            executor(follower, graphs=True),
-        )
-        expected, _, _ = decode(Side(TargetEngine(plain)), None, mode, prompts, PAIR["vocab_size"], count)
+        side = Side(TargetEngine(executor(network, graphs=False, packed=False)[0]))
+        plain[mode], _, _ = decode(side, None, mode, prompts, PAIR["vocab_size"], count)
+    findings = []
+    for mode, expected in plain.items():
+        target, graphs = executor(network, graphs=True, packed=True)
+        draft, _ = executor(follower, graphs=True, packed=True)
         sides = Side(TargetEngine(target)), Side(ModelDraftEngine(draft))
         found, accepted, drafted = decode(*sides, mode, prompts, PAIR["vocab_size"], count)
         same = sum(one == other for one, other in zip(found, expected, strict=True))

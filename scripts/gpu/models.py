@@ -111,10 +111,11 @@ class _CountedGraph:
         self._graph.replay()
 
 
-def executor(network: nn.Module, *, graphs: bool) -> tuple[TransformersExecutor, Counted | None]:
-    """Over a network that others may use in turn; on a CPU, a graph runs its pass again."""
+def executor(network: nn.Module, *, graphs: bool, packed: bool) -> tuple[TransformersExecutor, Counted | None]:
+    """Over a network that others may use in turn, but for plain ones once it is packed. On a CPU, a graph runs its pass
+    again."""
     device = next(network.parameters()).device
     counted = Counted(graphs_on(device) or RunAgain()) if graphs else None
     vocab_size = int(network.config.vocab_size)
-    made = TransformersExecutor(network, "random weights", vocab_size=vocab_size, packed=False, graphs=counted)
+    made = TransformersExecutor(network, "random weights", vocab_size=vocab_size, packed=packed, graphs=counted)
     return made, counted

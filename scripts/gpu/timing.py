@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from execution.interface import Executor, Extension
-from gpu.models import executor, weight_bytes
+from gpu.models import executor
 
 RUNS, PASSES, WARM_UPS = 7, 10, 4  # a run is the mean of its passes; the median of the runs counts
 
@@ -71,12 +71,14 @@ def bandwidth(device: torch.device, size: int) -> float:
     return max(2 * size / found["copy"], size / found["sum"])
 
 
-def measure(networks: Mapping[str, Any], rate: float, advance: Callable[[], None]) -> list[Timed]:
-    """All cases; `rate`: bytes a second."""
+def measure(
+    networks: Mapping[str, Any], read: Mapping[str, int], rate: float, advance: Callable[[], None]
+) -> list[Timed]:
+    """All cases, with packed weights. `read`: bytes of each network's weights; `rate`: bytes a second."""
     found = []
     for case in CASES:
         network = networks[case.model]
-        executors = [executor(network, graphs=graphs)[0] for graphs in (True, False)]
+        executors = [executor(network, graphs=graphs, packed=True)[0] for graphs in (True, False)]
         passes = [_prepared(each, case) for each in executors]
         device = next(network.parameters()).device
         for run in passes:
@@ -89,7 +91,7 @@ def measure(networks: Mapping[str, Any], rate: float, advance: Callable[[], None
         on, off = (1e3 * statistics.median(each) for each in times)
         del executors, passes, run
         gc.collect()  # their storage: what an executor is made of refers to it
-        found.append(Timed(case, on, off, 1e3 * case.steps * weight_bytes(network) / rate))
+        found.append(Timed(case, on, off, 1e3 * case.steps * read[case.model] / rate))
         advance()
     return found
 

@@ -7,14 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from execution.errors import ModelError
+from execution.fused_norm import FusedNorm
 from execution.interface import Extension
-from execution.packed_linear import PackedLinear, calls, pack, packable
+from execution.packed_linear import Layout, PackedLinear, calls, layout, pack
 from execution.transformers_executor import TransformersExecutor
 
 TOLERANCE = 1e-5  # of the largest result; both are float32, summed in another order
 
 needs_packing = pytest.mark.skipif(
-    not packable(torch.device("cpu"), torch.float32), reason="this torch has no oneDNN, so nothing is packed"
+    layout(torch.device("cpu"), torch.float32) is None, reason="this torch has no oneDNN, so nothing is packed"
 )
 pytestmark = needs_packing
 
@@ -32,14 +33,20 @@ class Block(nn.Module):
         return self.twice(self.twice(q + self.down(k * v)))
 
 
-def packed_block(bias: bool = True) -> tuple[Block, Block]:
+@pytest.fixture(params=("reordered", "joined"))
+def kind(request: pytest.FixtureRequest) -> Layout:
+    """The layouts of a CPU and of CUDA."""
+    return request.param
+
+
+def packed_block(kind: Layout, bias: bool = True) -> tuple[Block, Block]:
     """A block that is packed, and its plain twin."""
     torch.manual_seed(1)
     plain, block = Block(bias).eval().requires_grad_(False), Block(bias).eval().requires_grad_(False)
     block.load_state_dict(plain.state_dict())
     with calls(block) as seen:
         block(torch.randn(1, 1, 12))
-    pack(block, seen)
+    pack(block, seen, kind)
     return block, plain
 
 
@@ -50,23 +57,24 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("bias", (True, False))
 @pytest.mark.parametrize("shape", ((1, 1), (1, 5), (3, 4), (2, 70)))
-def test_a_packed_block_gives_the_plain_results(bias, shape):
-    block, plain = packed_block(bias)
+def test_a_packed_block_gives_the_plain_results(kind, bias, shape):
+    block, plain = packed_block(kind, bias)
     given = torch.randn(*shape, 12)
     for _ in range(2):
         assert_close(block(given), plain(given))
 
 
-def test_layers_of_one_input_share_a_product_and_what_runs_twice_stays():
-    block, _ = packed_block()
+def test_layers_of_one_input_share_a_product_and_what_runs_twice_stays(kind):
+    block, _ = packed_block(kind)
     kinds = {name: type(layer) for name, layer in block.named_children()}
-    assert [name for name, kind in kinds.items() if kind is PackedLinear] == ["q", "k", "v", "down"]
-    assert block.q._product is block.k._product is block.v._product is not block.down._product
+    packed = ["q", "k", "v", *(["down"] if kind == "reordered" else [])]  # alone, it has nothing to be joined with
+    assert [name for name, layer in kinds.items() if layer is PackedLinear] == packed
+    assert block.q._product is block.k._product is block.v._product
     assert type(block.twice) is nn.Linear
 
 
-def test_members_called_out_of_order_or_alone():
-    block, plain = packed_block()
+def test_members_called_out_of_order_or_alone(kind):
+    block, plain = packed_block(kind)
     one, other = torch.randn(1, 3, 12), torch.randn(1, 3, 12)
     assert_close(block.v(one), plain.v(one))
     assert_close(block.q(other), plain.q(other))
@@ -75,23 +83,23 @@ def test_members_called_out_of_order_or_alone():
         assert_close(layer(other), twin(other))
 
 
-def test_an_input_changed_in_place_is_computed_anew():
-    block, plain = packed_block()
+def test_an_input_changed_in_place_is_computed_anew(kind):
+    block, plain = packed_block(kind)
     given = torch.randn(1, 3, 12)
     block.q(given)
     given.mul_(2)
     assert_close(block.k(given), plain.k(given))
 
 
-def test_a_result_is_let_go_once_all_members_had_it():
-    block, _ = packed_block()
+def test_a_result_is_let_go_once_all_members_had_it(kind):
+    block, _ = packed_block(kind)
     given = torch.randn(1, 3, 12)
     for layer in (block.q, block.k, block.v):
         layer(given)
     assert block.q._product._given is None and not hasattr(block.q._product, "_result")
 
 
-def test_layers_with_and_without_bias_are_not_joined():
+def test_layers_with_and_without_bias_are_not_joined(kind):
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -104,14 +112,15 @@ def test_layers_with_and_without_bias_are_not_joined():
     expected = mixed(given)
     with calls(mixed) as seen:
         mixed(given)
-    pack(mixed, seen)
-    assert mixed.a._product is not mixed.b._product
+    pack(mixed, seen, kind)
+    assert kind == "joined" or mixed.a._product is not mixed.b._product
     assert_close(mixed(given), expected)
 
 
 def test_what_is_packed():
-    assert not packable(torch.device("cpu"), torch.bfloat16)
-    assert not packable(torch.device("cuda"), torch.float32)
+    assert layout(torch.device("cpu"), torch.float32) == "reordered"
+    assert layout(torch.device("cpu"), torch.bfloat16) is None is layout(torch.device("mps"), torch.float16)
+    assert layout(torch.device("cuda"), torch.float32) == layout(torch.device("cuda"), torch.bfloat16) == "joined"
 
 
 def layers_of(executor: TransformersExecutor) -> set[type]:
@@ -131,6 +140,25 @@ def test_packed_logits_are_the_plain_ones(family, make_pair, some_tokens):
         logits += executor.extend([Extension(row, some_tokens(1, seed), 1) for seed, row in enumerate(rows)])
         found.append(torch.cat(logits))
     assert_close(*found)
+
+
+@pytest.mark.parametrize("passes", ["eager", "static"])
+def test_the_layout_of_cuda_gives_the_plain_logits(family, passes, make_pair, some_tokens, monkeypatch):
+    """On a CPU, with norms fused too, in passes of either kind."""
+    monkeypatch.setattr("execution.transformers_executor.layout", lambda device, dtype: "joined")
+    pair = make_pair(family)
+    modules = list(pair.executor._network.modules())
+    own_norms = family in ("gemma2", "gemma3", "gpt2", "gpt_neox")  # 1 + weight, or a mean
+    assert any(isinstance(module, FusedNorm) for module in modules) != own_norms
+    assert any(isinstance(module, PackedLinear) for module in modules) == (family not in ("gpt2", "gpt_neox"))
+    rows = [pair.executor.open() for _ in range(3)]
+    texts = {row: some_tokens(9 - row, row) for row in rows}
+    pair.executor.extend([Extension(row, text, 0) for row, text in texts.items()])
+    for width in (1, 5, 1, 5, 1, 5):
+        batch = [Extension(row, some_tokens(width, row), 1) for row in rows]
+        for extension, logits in zip(batch, pair.executor.extend(batch), strict=True):
+            texts[extension.row] += extension.tokens
+            assert_close(logits, pair.plain(texts[extension.row])[-1:])
 
 
 def test_a_model_that_reads_its_weights_is_told_how_to_run(make_config):
