@@ -1,13 +1,14 @@
 """Layers that are given the same tensor as one product; on a CPU, with their weights reordered once too.
 
 torch's own float32 linear layer lets the library choose a plan for each width, and repacks the weights in each call
-where that pays. oneDNN's product over weights that are laid out once takes as long for nine positions as for one.
+where that pays. oneDNN's product over weights that are laid out once takes hardly longer for nine rows than for one.
 On CUDA, weights stay as they are; fewer and larger products keep the memory busier.
 Imports torch.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
@@ -15,7 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-LEAST_ROWS = 4  # oneDNN's product with fewer rows takes longer than with these: passes are widened to so many positions
+WIDENED = 4  # positions of a pass of fewer, on processors where oneDNN's product takes longer with fewer rows
+_CLEARLY = 0.95  # of the time with one row: with WIDENED it has to take less than this
+_SAMPLE, _TRIES = 16, 5  # products that are tried out, and how often
 Layout = Literal["reordered", "joined"]
 
 
@@ -72,6 +75,24 @@ def pack(network: nn.Module, seen: Sequence[tuple[nn.Linear, Tensor]], layout: L
             start += layer.out_features
 
 
+def least_rows(network: nn.Module) -> int:
+    """Positions that a pass of fewer is widened to: WIDENED or 1, whatever this processor's oneDNN is faster with.
+
+    SmolLM2-135M on 2 cores of an Intel Xeon: 38 ms for one position, 44 for four; on an AMD EPYC four were faster.
+    """
+    layers = (layer for layer in network.modules() if isinstance(layer, PackedLinear))
+    products = list(dict.fromkeys(layer._product for layer in layers))[:_SAMPLE]
+    times: dict[int, list[float]] = {1: [], WIDENED: []}
+    for _ in range(_TRIES):
+        for rows, found in times.items():
+            given = [torch.zeros(1, rows, product.inputs) for product in products]
+            started = time.perf_counter()
+            for product, one in zip(products, given, strict=True):
+                product._times(one)
+            found.append(time.perf_counter() - started)
+    return WIDENED if min(times[WIDENED]) < _CLEARLY * min(times[1]) else 1
+
+
 class _Product:
     """A group's weights, [sum of outputs, inputs], and the last result until it's used up."""
 
@@ -81,7 +102,7 @@ class _Product:
         self._weight = self._laid_out(weight)
         biases = [layer.bias for layer in layers if layer.bias is not None]
         self._bias = torch.cat(tuple(biases)).detach() if biases else None
-        self._members = len(layers)
+        self._members, self.inputs = len(layers), layers[0].in_features
         self._given: Tensor | None = None
         self._version, self._uses = 0, 0
         self._result: Tensor

@@ -27,7 +27,7 @@ from execution.fused_norm import fuse_norms
 from execution.interface import UNBOUNDED, Extension, check_batch
 from execution.packed_attention import NAME as PACKED_ATTENTION
 from execution.packed_attention import mask_copies
-from execution.packed_linear import LEAST_ROWS, calls, layout, pack
+from execution.packed_linear import calls, layout, least_rows, pack
 from execution.pass_inputs import Ids, asked_positions, filled, padded
 from execution.passes import plan
 from execution.placement import Placement
@@ -76,9 +76,7 @@ class TransformersExecutor:
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._cache = RowCache(config.num_hidden_layers)
         self._layout = layout(self._device, self._torch_dtype) if packed else None
-        self._least = (
-            LEAST_ROWS if self._layout == "reordered" else 1
-        )  # positions of a pass: fewer take longer with packed layers
+        self._least = 1  # positions of a pass
         self._static: StaticPasses | None = None
         self._prepare(graphs, checked=network.config.model_type not in TESTED and head_ids is None)
 
@@ -201,7 +199,9 @@ class TransformersExecutor:
         if self._layout is not None:
             try:
                 pack(self._network, seen, self._layout)
-                if self._layout == "joined":
+                if self._layout == "reordered":
+                    self._least = least_rows(self._network)
+                else:
                     fuse_norms(self._network)
                     torch.cuda.empty_cache()  # the weights as they were; does nothing without CUDA
                 self._probe()

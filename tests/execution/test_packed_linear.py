@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from execution import packed_linear
 from execution.errors import ModelError
 from execution.fused_norm import FusedNorm
 from execution.interface import Extension
-from execution.packed_linear import Layout, PackedLinear, calls, layout, pack
+from execution.packed_linear import WIDENED, Layout, PackedLinear, calls, layout, least_rows, pack
 from execution.transformers_executor import TransformersExecutor
 
 TOLERANCE = 1e-5  # of the largest result; both are float32, summed in another order
@@ -127,8 +128,25 @@ def layers_of(executor: TransformersExecutor) -> set[type]:
     return {type(module) for module in executor._network.modules() if isinstance(module, nn.Linear | PackedLinear)}
 
 
-def test_packed_logits_are_the_plain_ones(family, make_pair, some_tokens):
+@pytest.mark.parametrize(("one", "more", "least"), [(1.0, 1.2, 1), (1.0, 0.98, 1), (1.0, 0.6, WIDENED)])
+def test_short_passes_are_widened_where_that_is_clearly_faster(one, more, least, monkeypatch):
+    block, _ = packed_block("reordered")
+    clock = [0.0]
+
+    def times(product: object, given: Tensor) -> Tensor:
+        clock[0] += one if given.shape[1] == 1 else more
+        return given
+
+    monkeypatch.setattr(packed_linear._Reordered, "_times", times)
+    monkeypatch.setattr(packed_linear.time, "perf_counter", lambda: clock[0])
+    assert least_rows(block) == least
+    assert least_rows(nn.Linear(2, 2)) == 1  # nothing to widen for
+
+
+@pytest.mark.parametrize("least", [1, WIDENED])
+def test_packed_logits_are_the_plain_ones(family, least, make_pair, some_tokens, monkeypatch):
     """Rows of unequal length, single positions, a rollback; and `packed=False` leaves transformers' own layers."""
+    monkeypatch.setattr("execution.transformers_executor.least_rows", lambda network: least)
     found = []
     for packed in (True, False):
         executor = make_pair(family, packed=packed).executor
