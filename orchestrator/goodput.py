@@ -7,6 +7,7 @@ in target steps (one pass of one position) unless a name says seconds.
 from __future__ import annotations
 
 import math
+import operator
 from typing import TypeVar
 
 import numpy as np
@@ -64,16 +65,19 @@ def hit_share(width: Number, forks: Number) -> Number:
 
 
 class Line:
-    """y = a + b·x, a and b >= 0, learnt one observation at a time. y > 0 is a duration; x a count.
+    """y = a + b·x, or a + b·x + d beside other work; a, b, d >= 0, learnt one observation at a time.
 
-    A Kalman filter on (a, b), whose spreads are relative to the scale of y. The slope starts small. Where only one x is
-    seen it stays, but for `fade`: slowly, so that a wrong one is looked at again some time, and a right one isn't
-    forgotten at once, as it would be in least squares that forget. An observation far off is cut: a hiccup comes alone.
-    The third in a row on one side is a change, and is believed.
+    y > 0 is a duration; x a count.
+
+    A Kalman filter on (a, b, d), whose spreads are relative to the scale of y. The slope starts small, d at nothing.
+    Where only one x is seen the slope stays, but for `fade`: slowly, so that a wrong one is looked at again some time,
+    and a right one isn't forgotten at once, as it would be in least squares that forget. An observation far off is cut:
+    a hiccup comes alone. The third in a row on one side is a change, and is believed.
     """
 
     DRIFT = 0.03  # of a from one observation to the next, relative: about ten observations are remembered
     SLOPE = 0.3  # prior spread of b, in a a unit of x: a processor's pass may well cost this much for each position
+    BESIDE = 0.5  # prior spread of d, in a: on shared cores a pass may take twice as long
     GUESS = 0.03  # b before a second x was seen, relative to a: enough to be careful far from the first
     SIGMAS = 3.0  # what is farther off is cut
     ROW = 3
@@ -83,56 +87,62 @@ class Line:
         self._fade = fade  # of b, each observation
         self.a = 0.0
         self.b = 0.0
-        self._spread = (0.0, 0.0, 0.0)  # variances and covariance: aa, ab, bb
+        self.d = 0.0
+        self._spread = [[0.0] * 3 for _ in range(3)]  # covariances of (a, b, d)
         self._far = 0  # observations in a row beyond SIGMAS; the sign is their side
 
     @property
     def known(self) -> bool:
         """Whether anything was observed."""
-        return self._spread[0] > 0
+        return self._spread[0][0] > 0
 
     @property
     def doubtful(self) -> bool:
         """The last observation was far off, and not believed yet."""
         return self._far != 0
 
-    def at(self, x: float) -> float:
-        return self.a + self.b * x
+    def at(self, x: float, *, beside: bool = False) -> float:
+        return self.a + self.b * x + self.d * beside
 
-    def add(self, x: float, y: float) -> None:
+    def add(self, x: float, y: float, *, beside: bool = False) -> None:
         """Learn from one observation; what is no positive finite duration is left out."""
         if not (math.isfinite(y) and y > 0):
             return
         if not self.known:
             a = y / (1 + self.GUESS * x)
-            self._start(a, self.GUESS * a)
-        expected = self.at(x)
+            self._start(a, self.GUESS * a, 0.0)
+        expected = self.at(x, beside=beside)
         error = y - expected
-        aa, ab, bb = self._spread
-        aa += (self.DRIFT * expected) ** 2
-        bb += (2 * self._fade * expected) ** 2
+        spread, weights = self._spread, (1.0, x, float(beside))
+        spread[0][0] += (self.DRIFT * expected) ** 2
+        spread[1][1] += (2 * self._fade * expected) ** 2
         self.a, self.b = self.a + self._fade * self.b * x, (1 - self._fade) * self.b
-        variance = aa + 2 * x * ab + x * x * bb + (self._noise * expected) ** 2
+        shared = [sum(cell * weight for cell, weight in zip(row, weights, strict=True)) for row in spread]
+        variance = sum(map(operator.mul, shared, weights)) + (self._noise * expected) ** 2
         limit = self.SIGMAS * math.sqrt(variance)
         side = (error > limit) - (error < -limit)
         self._far = self._far + side if side and side * self._far >= 0 else side
-        if abs(self._far) >= self.ROW:  # not a hiccup: begin again from here, with the slope in proportion
+        if abs(self._far) >= self.ROW:  # not a hiccup: begin again from here, with the others in proportion
             scale = y / expected
-            self._start(self.a * scale, self.b * scale)
+            self._start(self.a * scale, self.b * scale, self.d * scale)
             return
         error = max(-limit, min(limit, error))
-        gain_a, gain_b = (aa + x * ab) / variance, (ab + x * bb) / variance
-        self._spread = (
-            aa - gain_a * (aa + x * ab),
-            ab - gain_a * (ab + x * bb),
-            bb - gain_b * (ab + x * bb),
-        )
-        self.a, self.b = self._legal(x, self.a + gain_a * error, self.b + gain_b * error)
+        gains = [one / variance for one in shared]
+        self._spread = [
+            [cell - gain * one for cell, one in zip(row, shared, strict=True)]
+            for row, gain in zip(spread, gains, strict=True)
+        ]
+        a, b, d = (part + gain * error for part, gain in zip((self.a, self.b, self.d), gains, strict=True))
+        if d < 0:
+            a, d = a + d * beside, 0.0
+        self.d = d
+        self.a, self.b = self._legal(x, a, b)
 
-    def _start(self, a: float, b: float) -> None:
+    def _start(self, a: float, b: float, d: float) -> None:
         scale = a + b
-        self.a, self.b, self._far = a, b, 0
-        self._spread = (scale**2, 0.0, (self.SLOPE * scale) ** 2)
+        self.a, self.b, self.d, self._far = a, b, d, 0
+        spreads = (scale, self.SLOPE * scale, self.BESIDE * scale)
+        self._spread = [[spreads[i] ** 2 if i == j else 0.0 for j in range(3)] for i in range(3)]
 
     @staticmethod
     def _legal(x: float, a: float, b: float) -> tuple[float, float]:

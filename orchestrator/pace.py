@@ -19,7 +19,7 @@ Floats = npt.NDArray[np.float64]
 MAX_AUTO = 16  # τ at α .9 is within a fifth of its limit there, and the time lost on a wrong guess stays bounded
 WIDTHS = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 MOST_BRANCHING = 3  # requests; of more, taking turns fills both devices: 8 made 365 tokens/s, and 323 with branches
-COLD_GAMMA, COLD_WIDTH = 2, 16  # while nothing was measured
+COLD_GAMMA = 2  # while nothing was measured; without branches, so that a pass is seen that has its device to itself
 FIRST_REACH = 4  # longest block at first: what was measured at γ = 2 says little about 16
 COLD_ALPHA, COLD_WEIGHT = 0.7, 1.5  # what a draft is taken for; two tokens refused halve that: a bad one is found fast
 INHERITED = 8.0  # tested tokens that what all requests saw counts for in one's own estimate
@@ -54,7 +54,7 @@ class Plan:
 class Costs:
     """Measured on the workers and on the way to them, in seconds; shared by all requests."""
 
-    target: Line = field(default_factory=lambda: Line(fade=0.001))  # a pass, by the positions in it
+    target: Line = field(default_factory=lambda: Line(fade=0.001))  # a pass, by the positions in it; d: beside branches
     draft: Line = field(default_factory=Line)  # a step, by its rows
     draft_trip: Mean = field(default_factory=Mean)
     branch_trip: Mean = field(default_factory=Mean)  # the same with branches, which are many times a block
@@ -85,8 +85,8 @@ class Costs:
     def summary(self) -> tuple[float, ...]:
         """What the plans depend on; times in target steps."""
         step = self.target.at(1)
-        times = (self.target.at(9), self.draft.at(1), self.draft.at(32), self.draft_trip.value, self.target_trip.value)
-        return tuple(time / step for time in times)
+        times = (self.target.at(9), self.target.d, self.draft.at(1), self.draft.at(32))
+        return tuple(time / step for time in (*times, self.draft_trip.value, self.target_trip.value))
 
 
 def goodput(costs: Costs, active: int, alpha: float, scale: float, gammas: Counts, widths: Counts) -> Floats:
@@ -95,7 +95,8 @@ def goodput(costs: Costs, active: int, alpha: float, scale: float, gammas: Count
     Its α, and its hits against those expected. A block has γ tokens if drafted now, γ' if in one of `width` branches
     drafted while the block before was verified. From when a block is sent, until the next one
 
-    - is there, at a hit: max(pass + trip to the target, γ' wide steps + trip of branches)
+    - is there, at a hit: max(pass + trip to the target, γ' wide steps + trip of branches); where draft and target
+      share cores, a pass beside branches takes longer
     - has to be drafted, at a miss: pass + trip, and half a wide step where the run goes on; then γ steps + trip
 
     Several requests play ping-pong: half of them are in a pass, and who drafts is away for two passes at least. All are
@@ -108,7 +109,8 @@ def goodput(costs: Costs, active: int, alpha: float, scale: float, gammas: Count
     tau = np.array([expected_tokens(alpha, gamma) for gamma in gammas])  # [γ]
     target, draft = costs.target, costs.draft
     one_pass = target.a + max(target.b, LEAST_SLOPE * target.a) * rows * (gammas + 1)  # [γ]
-    verify = one_pass + to_target
+    beside = target.d * (widths > 0) * (active == 1)  # where there are several, drafting is beside all of their passes
+    verify = beside[:, None] + one_pass + to_target  # [width, γ]
     step = draft.a + draft.b * (max(1.0, active / 2) + others * widths)  # [width], with the others' blocks and branches
     wide = draft.a + draft.b * active * widths  # [width]
     run = wide[:, None] * gammas  # [width, γ']
@@ -118,10 +120,10 @@ def goodput(costs: Costs, active: int, alpha: float, scale: float, gammas: Count
     after_miss, after_hit = guessed[:, :, None], guessed[:, None, :]
     h = after_miss / (1 - after_hit + after_miss) * (gammas > 0)  # of the blocks: the next is γ' at a hit, γ at a miss
 
-    late = np.maximum(0.0, (run + to_branches)[:, None, :] - verify[:, None])  # [width, γ in flight, γ']
+    late = np.maximum(0.0, (run + to_branches)[:, None, :] - verify[:, :, None])  # [width, γ in flight, γ']
     goes_on = (late > 0) * (widths > 0)[:, None, None]
     half = goes_on * (wide / 2)[:, None, None]  # a step isn't left half done
-    wait = verify[:, None] + after_miss * late + (1 - after_miss) * half
+    wait = verify[:, :, None] + after_miss * late + (1 - after_miss) * half
     drafting = gammas * step[:, None] + to_draft * (gammas > 0)  # [width, γ]
     away = np.maximum(wait + drafting[:, :, None], (np.minimum(2, active) * one_pass * (gammas > 0))[:, None])
     same = np.einsum("wgg->wg", wait)[:, None, :]  # γ' in flight, and asked for again: such rows are in every pass
@@ -179,9 +181,12 @@ class Pacer:
         self._plans: dict[tuple[int, int], Plan] = {}
         self._plans_for: tuple[float, ...] = ()
 
-    def verified(self, seconds: float, positions: int) -> None:
-        """A pass of the target: compute seconds, and tokens fed in it by all rows. Each of its rows may tell."""
-        self.costs.target.add(positions, seconds)
+    def verified(self, seconds: float, positions: int, *, beside: bool = False) -> None:
+        """A pass of the target: compute seconds, and tokens fed in it by all rows. Each of its rows may tell.
+
+        `beside`: the draft was asked for branches behind it.
+        """
+        self.costs.target.add(positions, seconds, beside=beside and self.active <= 1)
 
     def drafted(self, seconds: float, steps: int, rows: int) -> None:
         """Steps of the draft: compute seconds of all of them, and the rows of the widest."""
@@ -217,7 +222,7 @@ class Pacer:
         """The best for a request of these estimates; kept while costs stay as they are."""
         if not self.costs.known:
             gamma = COLD_GAMMA if self.gamma is None else self.gamma
-            return Plan(gamma, gamma, COLD_WIDTH // max(1, self.active) if len(self._widths) > 1 else 0)
+            return Plan(gamma, gamma, 0)
         summary = (self.active, *self.costs.summary())
         if not self._plans_for or any(
             abs(now - then) > TOLERANCE * then + UNSEEN for now, then in zip(summary, self._plans_for, strict=True)
@@ -246,7 +251,7 @@ class Pacer:
         costs = self.costs
         if self.gamma is not None or not (costs.known and costs.branch_trip.known) or self.active > 1:
             return 0.0
-        return max(LEAST_TIME, costs.target.at(gamma + 1) + costs.target_trip.value - costs.to_branches)
+        return max(LEAST_TIME, costs.target.at(gamma + 1, beside=True) + costs.target_trip.value - costs.to_branches)
 
     def deadline(self, gamma: int) -> float | None:
         """Seconds after which a row goes on without its block; None for a γ that was asked for, or unmeasured."""
@@ -286,7 +291,7 @@ class Pace:
         self._trying = None
         if found.gamma == 0 and not found.width and pacer.gamma is None:
             found = self._try_gamma(found)
-        elif not found.width and found.gamma and pacer.overlap:
+        elif not found.width and found.gamma and pacer.overlap and pacer.costs.known:
             found = self._try_width(found)
         self._width = found.width
         return replace(found, deadline=pacer.deadline(found.gamma))
@@ -300,7 +305,8 @@ class Pace:
 
     def _try_width(self, found: Plan) -> Plan:
         width = TRY_WIDTH // max(1, self._pacer.active) if self._pacer.active <= MOST_BRANCHING else 0
-        if not width or not self._width_retry.due(0.0):
+        target = self._pacer.costs.target
+        if not width or not self._width_retry.due(target.d / target.at(1)):
             return found
         self._trying = (self._width_retry, self.alpha)
         return Plan(found.gamma, found.gamma, width)

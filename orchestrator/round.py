@@ -98,7 +98,7 @@ class Rounds:
 
     def _learn(self, drafted: Drafted, verified: Verified, branching: Branching | None) -> None:
         count = len(drafted.proposal.tokens)
-        self._pacer.verified(verified.seconds, verified.positions)
+        self._pacer.verified(verified.seconds, verified.positions, beside=branching is not None)
         self._pacer.round_trips(target=verified.wire_seconds)
         if branching is not None:
             if branching.span is None:

@@ -27,11 +27,13 @@ class World:
     c_slope: float = 0.0  # of a draft step for each row beyond the first
     to_draft: float = 0.0  # a round trip
     to_target: float = 0.01
+    beside: float = 1.0  # how many times as long a pass takes while the draft is at branches, of one request
     jitter: float = 0.05
     hiccups: float = 0.01
+    one: float = 1.0  # a pass of one position
 
     def verify(self, positions: float) -> float:
-        return 1 + self.v_slope * (positions - 1)
+        return self.one + self.v_slope * (positions - 1)
 
     def step(self, rows: float) -> float:
         return self.c * (1 + self.c_slope * (rows - 1))
@@ -42,7 +44,7 @@ class World:
     def goodput(self, gamma: int, width: int) -> float:
         """Tokens a target step of one request at a fixed choice, in the long run."""
         h = self.hits(width, gamma) if gamma else 0.0
-        verified = self.verify(gamma + 1) + self.to_target
+        verified = self.verify(gamma + 1) * (self.beside if width else 1.0) + self.to_target
         run = gamma * self.step(width) + self.to_draft
         drafting = gamma * self.step(1) + (self.to_draft if gamma else 0.0)
         interrupted = self.step(width) / 2 if width and run > verified else 0.0
@@ -195,7 +197,8 @@ class Simulation:
             return
         batch, self._waiting, self._passing = self._waiting, [], True
         positions = sum(row.block + 1 for row in batch)
-        seconds = self.world.verify(positions)
+        beside = any(row.guess is not None for row in batch)
+        seconds = self.world.verify(positions) * (self.world.beside if beside else 1.0)
 
         def passed() -> None:
             self._passing = False
@@ -203,7 +206,7 @@ class Simulation:
                 seen = self._seen(seconds)
                 for row in batch:
                     waited = self.now - seconds - row.sent
-                    self.pacer.verified(seen, positions)
+                    self.pacer.verified(seen, positions, beside=beside)
                     self.pacer.round_trips(target=self._seen(self.world.to_target) + waited)
             for row in batch:
                 self._at(self.world.to_target, lambda row=row: self._verdict(row))  # type: ignore[misc]

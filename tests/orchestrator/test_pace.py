@@ -126,6 +126,33 @@ def test_an_unlucky_start_hardly_leaves_a_far_draft_out() -> None:
     assert statistics.mean(shares) > 0.89
 
 
+@pytest.mark.parametrize("gamma", [None, 2])
+@pytest.mark.parametrize("alpha", [0.4, 0.7])
+def test_where_branches_slow_the_pass_down_turns_are_taken(gamma: int | None, alpha: float) -> None:
+    """Draft and target on the same cores: a pass takes twice as long beside branches. Tries and all."""
+    world, found, left = World(alpha, 0.15, 0.03, beside=2.0), [], []
+    for seed in range(6):
+        alone = Simulation(world, Pacer(gamma, overlap=False), seed=seed).run(300)
+        simulation = Simulation(world, Pacer(gamma, overlap=True), seed=seed)
+        found.append(simulation.run(300) / alone)
+        history = [plan.width > 0 for plan, _ in simulation.rows[0].history]
+        left.append(sum(history) / len(history))
+    assert statistics.mean(found) > 0.96
+    assert statistics.mean(left) < 0.08
+
+
+def test_a_pass_that_is_slower_for_another_reason_is_no_reason_against_branches() -> None:
+    """A context that grows makes every pass longer, not only those beside branches."""
+    world = World(0.8, 0.1)
+    simulation = Simulation(world, Pacer(None, overlap=True))
+    simulation.run(200)
+    shares = []
+    for _ in range(8):
+        world.one *= 1.1
+        shares.append(simulation.run(100) / world.best(overlap=True))
+    assert statistics.mean(shares) > 0.9
+
+
 # ---------------------------------------------------------------- many requests
 
 
@@ -147,7 +174,6 @@ def test_eight_requests(world: World, best_gamma: int) -> None:
 def test_branches_are_shared_out_over_requests() -> None:
     pacer = Pacer(None, overlap=True)
     paces = [pacer.request() for _ in range(8)]
-    assert paces[0].plan().width == 2
     measure(pacer)
     assert max(pace.plan().width for pace in paces) <= max(WIDTHS) // 8
     for pace in paces[1:]:
@@ -170,7 +196,7 @@ def measure(pacer: Pacer, *, target: float = 0.03, draft: float = 0.003, row: fl
 def test_cold_start_and_deadlines() -> None:
     with Pacer(None, overlap=True).request() as pace:
         plan = pace.plan()
-        assert 1 <= plan.gamma == plan.branch_gamma <= 4 and plan.width == 16 and plan.deadline is None
+        assert 1 <= plan.gamma == plan.branch_gamma <= 4 and plan.width == 0 and plan.deadline is None
     quick, slow = Pacer(None, overlap=False), Pacer(None, overlap=False)
     measure(quick, target=0.003, draft=0.0003)
     measure(slow, target=0.3, draft=0.03, trip=0.1)
