@@ -20,9 +20,7 @@ def check_open(opened: Open, vocab_size: int, executor: Executor) -> None:
     """ProtocolError where a request of this vocabulary can't be served by `executor`, at least not now."""
     tokens, context_length = opened.tokens, executor.context_length
     if not executor.free_rows:
-        raise ProtocolError(
-            FailureCode.BAD_VALUE, "this worker has as many requests as its engine takes; try later"
-        )
+        raise ProtocolError(FailureCode.BAD_VALUE, "this worker has as many requests as its engine takes; try later")
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
         raise ProtocolError(FailureCode.BAD_VALUE, f"a prompt token is outside this model's vocabulary of {vocab_size}")
     if len(tokens) > context_length:
