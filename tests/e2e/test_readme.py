@@ -1,4 +1,4 @@
-"""Every command and program of the README, and every command of three pages, runs.
+"""Every command and program of the README, and every command of the pages, runs.
 
 The two that set things up are run by .ci/run, from the README itself.
 
@@ -26,6 +26,7 @@ TARGET, DRAFT = toy(vocab=40, seed=1), toy(vocab=40, seed=1, noise=0.5, noise_se
 STAND_INS = {
     "Qwen/Qwen2.5-7B-Instruct": TARGET,
     "Qwen/Qwen2.5-0.5B-Instruct": DRAFT,
+    "qwen2.5-0.5b-instruct-q8_0.gguf": DRAFT,
     "gpu0": "cpu",
     "gpu1": "cpu",
 }
@@ -33,6 +34,8 @@ SHORTENED = {  # the last of two flags counts
     "scripts/measure_turns.py": ("--target-model", TARGET, "--draft-model", DRAFT, "--history", "100", "--pairs", "1"),
     "scripts/measure_bars.py": ("--only", "wide-coupled", "--seeds", "1"),
     "scripts/gpu_check.py": ("--small", "--device", "cpu"),
+    "scripts/measure_passes.py": ("--model", "smollm2-135m-draft", "--engine", "torch", "--runs", "1"),
+    "scripts/bench_peers.py": ("--prompts", "1", "--max-tokens", "4", "--rounds", "1"),
     "bench": ("--requests", "1", "--max-tokens", "24"),
 }
 ENVIRONMENT = {"SPECDEC_TARGET_MODEL": TARGET, "SPECDEC_DRAFT_MODEL": DRAFT, "SPECDEC_MAX_TOKENS": "8"}
@@ -87,14 +90,19 @@ def test_orchestrator_commands(words: list[str], tmp_path: Path) -> None:
         assert (tmp_path / words[words.index("--trace") + 1]).stat().st_size > 0
 
 
+def started(words: list[str], by_hand: Callable[..., WorkerByHand]) -> dict[str, str]:
+    """Run a page's worker command at a free port: where it says that it listens, and where it does."""
+    flags = dict(zip(words[1::2], stood_in(words)[2::2], strict=True))
+    model, address = flags.pop("--model"), flags.pop("--listen")
+    return {address: by_hand("draft", model, *(part for flag in flags.items() for part in flag)).address}
+
+
 def test_a_draft_elsewhere(tmp_path: Path, by_hand: Callable[..., WorkerByHand]) -> None:
     (worker,) = [words for words in commands() if words[0] == "specdec-draft-worker"]
     (client,) = [words for words in commands() if "--draft" in words and "tcp" in " ".join(words)]
-    address = worker[worker.index("--listen") + 1]
-    assert address in client
-    started = by_hand("draft", stood_in(worker)[worker.index("--model") + 1])
-    words = [started.address if word == address else word for word in stood_in(client)]
-    done = run([sys.executable, "-m", "orchestrator", *words[1:]], tmp_path)
+    places = started(worker, by_hand)
+    assert set(places) < set(client)
+    done = run([places.get(word, word) for word in runnable(client)], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "draft tokens accepted" in done.stderr
 
@@ -106,13 +114,15 @@ def test_scripts(tmp_path: Path) -> None:
             assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("page", ["benchmarks", "performance", "prefix_reuse"])
-def test_commands_of_a_page(page: str, tmp_path: Path) -> None:
-    """One after another in one folder: a later one reads what an earlier one wrote."""
-    found = commands((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
-    assert found
-    for words in found:
-        done = run(runnable(words), tmp_path)
+@pytest.mark.parametrize("page", sorted(path.stem for path in (ROOT / "docs").glob("*.md")))
+def test_commands_of_a_page(page: str, tmp_path: Path, by_hand: Callable[..., WorkerByHand]) -> None:
+    """One after another in one folder: a later one reads what an earlier one wrote, or asks a worker that it started."""
+    places: dict[str, str] = {}
+    for words in commands((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")):
+        if words[0] == "specdec-draft-worker":
+            places |= started(words, by_hand)
+            continue
+        done = run([places.get(word, word) for word in runnable(words)], tmp_path)
         assert done.returncode == 0, (words, done.stderr)
 
 
