@@ -78,6 +78,7 @@ class Line:
     DRIFT = 0.03  # of a from one observation to the next, relative: about ten observations are remembered
     SLOPE = 0.3  # prior spread of b, in a a unit of x: a processor's pass may well cost this much for each position
     BESIDE = 0.5  # prior spread of d, in a: on shared cores a pass may take twice as long
+    MOST_BESIDE = 3.0  # d, in y without it: work beside leaves a quarter of the cores at least
     GUESS = 0.03  # b before a second x was seen, relative to a: enough to be careful far from the first
     SIGMAS = 3.0  # what is farther off is cut
     ROW = 3
@@ -133,10 +134,9 @@ class Line:
             for row, gain in zip(spread, gains, strict=True)
         ]
         a, b, d = (part + gain * error for part, gain in zip((self.a, self.b, self.d), gains, strict=True))
-        if d < 0:
-            a, d = a + d * beside, 0.0
-        self.d = d
-        self.a, self.b = self._legal(x, a, b)
+        value = a + b * x + d * beside  # between what was expected and what was seen
+        self.d = min(max(d, 0.0), self.MOST_BESIDE * value / (1 + self.MOST_BESIDE * beside))
+        self.a, self.b = self._legal(x, value - b * x - self.d * beside, b)
 
     def _start(self, a: float, b: float, d: float) -> None:
         scale = a + b

@@ -116,7 +116,7 @@ def test_scripts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", sorted(path.stem for path in (ROOT / "docs").glob("*.md")))
 def test_commands_of_a_page(page: str, tmp_path: Path, by_hand: Callable[..., WorkerByHand]) -> None:
-    """One after another in one folder: a later one reads what an earlier one wrote, or asks a worker that it started."""
+    """One after another in one folder: a later one reads what an earlier one wrote, or asks the worker it started."""
     places: dict[str, str] = {}
     for words in commands((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")):
         if words[0] == "specdec-draft-worker":

@@ -6,6 +6,8 @@ import math
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from orchestrator.goodput import Line, Mean, Share, expected_tokens, forks, hit_share, overlapped_speedup, speedup
 from speculative.theory import expected_accepted_tokens, speculative_speedup
@@ -96,6 +98,30 @@ def test_a_line_never_slopes_down_and_takes_no_nonsense() -> None:
     for y in (math.nan, math.inf, 0.0, -1.0):
         line.add(1, y)
     assert (line.a, line.b) == before and not Line().known
+
+
+def test_what_work_beside_costs_is_found_and_keeps_apart_from_a_change_of_all() -> None:
+    line, noise = Line(), random.Random(2)
+    for place in range(12):
+        beside = place % 2 == 1
+        line.add(3, (1.0 + 0.8 * beside) * noise.gauss(1, 0.05), beside=beside)
+    assert line.at(3) == pytest.approx(1.0, rel=0.1) and line.d == pytest.approx(0.8, rel=0.15)
+    for place in range(200):  # only beside it, and everything grows by half
+        line.add(3, (1.8 + 0.5 * place / 200) * noise.gauss(1, 0.05), beside=True)
+    assert line.at(3, beside=True) == pytest.approx(2.3, rel=0.1)
+    assert line.d == pytest.approx(0.8, rel=0.3)
+
+
+@given(
+    observations=st.lists(st.tuples(st.integers(1, 40), st.floats(1e-5, 10.0), st.booleans()), min_size=1, max_size=60),
+    fade=st.sampled_from([0.0, 0.001]),
+)
+def test_durations_stay_positive_whatever_is_seen(observations: list[tuple[int, float, bool]], fade: float) -> None:
+    line = Line(fade=fade)
+    for x, y, beside in observations:
+        line.add(x, y, beside=beside)
+        assert line.a >= 0 and line.b >= 0 and line.d >= 0
+        assert line.at(1) > 0 and line.at(x) > 0
 
 
 def test_mean_of_scattered_waits() -> None:
