@@ -29,6 +29,7 @@ from rich.progress import track
 from tokenizers import Tokenizer
 
 from execution import Executor, Extension, ModelError, default_models, load
+from orchestrator.bench.machine import cpu
 
 PROMPTS = Path(__file__).parent / "heldout_prompts.jsonl"
 POSITIONS = (1, 2, 3, 5, 9)
@@ -67,37 +68,35 @@ def passes(executor: Executor, context: int) -> tuple[int, Callable[[int], Calla
     return row, of
 
 
-def by_positions(executors: Mapping[str, Executor], runs: int) -> dict[Hashable, float]:
-    """Seconds by (name, positions) at the first context."""
+def by_positions(executors: Mapping[str, Executor], read: int | None, runs: int) -> dict[Hashable, float]:
+    """Seconds by (name, positions) at the first context; by "floor" of adding up `read` bytes."""
     what: dict[Hashable, Callable[[], Any]] = {}
     rows = []
     for name, executor in executors.items():
         row, of = passes(executor, CONTEXTS[0])
         rows.append((executor, row))
         what |= {(name, count): of(count) for count in POSITIONS}
+    if read is not None:
+        what["floor"] = torch.ones(read // 4).sum
     found = median_times(runs, what, "positions")
     for executor, row in rows:
         executor.close(row)
     return found
 
 
-def by_context(executor: Executor, runs: int) -> dict[Hashable, float]:
-    """Seconds by (context, positions); a row is closed before the next one is filled."""
-    found: dict[Hashable, float] = {}
+def by_context(executor: Executor, runs: int) -> dict[int, tuple[float, ...]]:
+    """By context, seconds of one position, of five, and of one at the first context, all three in turn."""
+    found: dict[int, tuple[float, ...]] = {}
+    first, at_first = passes(executor, CONTEXTS[0])
     for context in CONTEXTS:
         if context > executor.context_length:
             break
-        held = min(context, executor.context_length - 5)
-        row, of = passes(executor, held)
-        found |= median_times(runs, {(context, count): of(count) for count in (1, 5)}, f"context {context}")
-        executor.close(row)
+        row, of = passes(executor, min(context, executor.context_length - 5))
+        what: dict[Hashable, Callable[[], Any]] = {0: of(1), 1: of(5), 2: at_first(1)}
+        found[context] = tuple(median_times(runs, what, f"context {context}")[place] for place in what)
+        executor.close(row)  # before the next one is filled
+    executor.close(first)
     return found
-
-
-def floor(executor_bytes: int, runs: int) -> float:
-    """Seconds to add up so many bytes."""
-    buffer = torch.ones(executor_bytes // 4)
-    return median_times(runs, {"sum": lambda: buffer.sum()}, "floor")["sum"]
 
 
 def weights(path: Path) -> int:
@@ -141,30 +140,29 @@ def bar(what: str, most: float, value: float) -> str:
     return f"| {what} | ≤ {most:.2f} | {value:.2f} | {'yes' if value <= most else '**no**'} |"
 
 
-def report(executors: Mapping[str, Executor], read: float | None, runs: int) -> str:
+def report(executors: Mapping[str, Executor], read: int | None, runs: int) -> str:
     """Both tables of times, and the bars."""
-    times, first = by_positions(executors, runs), next(iter(executors))
+    times, first = by_positions(executors, read, runs), next(iter(executors))
     rows = [
         f"| {name} | " + " | ".join(f"{1e3 * times[name, n]:.1f}" for n in POSITIONS)
         + f" | {times[name, 5] / times[name, 1]:.2f} |"
         for name in executors
     ]  # fmt: skip
-    head = "| ms a pass at context 128 | " + " | ".join(f"{n} position{'s' * (n > 1)}" for n in POSITIONS) + " | v(4) |"
-    parts = [table(head, rows)]
+    names = " | ".join(f"{n} position{'s' * (n > 1)}" for n in POSITIONS)
+    parts = [table(f"| ms a pass at context {CONTEXTS[0]} | {names} | v(4) |", rows)]
     long = by_context(executors[first], runs)
-    contexts = [context for context, count in long if count == 1]  # type: ignore[misc]
     rows = [
-        f"| {count} | " + " | ".join(f"{1e3 * long[context, count]:.1f}" for context in contexts) + " |"
-        for count in (1, 5)
+        f"| {what} | " + " | ".join(f"{1e3 * each[place]:.1f}" for each in long.values()) + " |"
+        for place, what in enumerate(("1 position", "5 positions", f"1 position at {CONTEXTS[0]}, in turn"))
     ]
-    parts.append(table(f"| ms a pass, {first}: positions, context | " + " | ".join(map(str, contexts)) + " |", rows))
-    bars = [] if read is None else [bar("one position / floor", ONE, times[first, 1] / read)]
+    parts.append(table(f"| ms a pass, {first}, at context | " + " | ".join(map(str, long)) + " |", rows))
+    bars = [] if read is None else [bar("one position / floor", ONE, times[first, 1] / times["floor"])]
     bars.append(bar("v(4)", V4, times[first, 5] / times[first, 1]))
-    if 4096 in contexts:
-        bars.append(bar("context 4,096 / 128, one position", CONTEXT, long[4096, 1] / long[128, 1]))
+    if 4096 in long:
+        bars.append(bar("context 4,096 / 128, one position", CONTEXT, long[4096][0] / long[4096][2]))
     parts.append(table(f"| {first} | bar | median | kept |", bars))
     if read is not None:
-        parts.append(f"Floor: {1e3 * read:.1f} ms to add up the bytes of the weights.")
+        parts.append(f"Floor: {1e3 * times['floor']:.1f} ms to add up the bytes of the weights.")
     return "\n\n".join(parts)
 
 
@@ -193,7 +191,7 @@ def main(model: str, engine: str, dtype: str, threads: int, runs: int) -> None:
 
         source = model_source(model)
         if isinstance(source, Path) and (source / "model.safetensors").is_file():
-            read = floor(weights(source) * getattr(torch, dtype).itemsize, runs)
+            read = weights(source) * getattr(torch, dtype).itemsize
     print(report(executors, read, runs))
     if plain is not None:
         tokenizer = Tokenizer.from_buffer(vocabulary.tokenizer_json)
@@ -204,7 +202,7 @@ def main(model: str, engine: str, dtype: str, threads: int, runs: int) -> None:
     print(
         f"\n{date.today()}, {model}, {engine}, {dtype}, {threads} threads, medians of {runs}; torch {torch.__version__}"
     )
-    print(f"on {platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}.")
+    print(f"on {cpu()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}.")
 
 
 if __name__ == "__main__":

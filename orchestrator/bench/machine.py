@@ -31,7 +31,7 @@ def described(
         },
         "machine": {
             "system": f"{platform.system()} {platform.release()}",
-            "cpu": _cpu(),
+            "cpu": cpu(),
             "cores": os.cpu_count() or 1,
             "load": round(os.getloadavg()[0], 2),  # before: a benchmark beside other work measures that too
             "target": _device(runtime.target),
@@ -50,7 +50,7 @@ def _device(peer: Peer | None) -> str:
     return "none" if peer is None else f"{peer.welcome.model} on {peer.welcome.device}, {peer.welcome.dtype}"
 
 
-def _cpu() -> str:
+def cpu() -> str:
     """The processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
