@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import measure_passes
 
 from execution import Extension, load
+from tests.tiny_gguf import needs_llamacpp
 
 pytestmark = pytest.mark.alone
 
@@ -58,7 +59,9 @@ def test_a_wrong_logit_shows():
 @pytest.mark.parametrize(("arguments", "says"), [
     (("--model", "toy"), "no network"),
     (("--model", "nowhere/at-all.gguf"), "nowhere/at-all.gguf"),
-    (("--engine", "llamacpp", "--model", "smollm2-135m-draft"), "no .gguf file"),
+    pytest.param(
+        ("--engine", "llamacpp", "--model", "smollm2-135m-draft"), "no .gguf file", marks=needs_llamacpp
+    ),
 ])  # fmt: skip
 def test_what_it_refuses(arguments, says):
     status, output = invoke(*arguments)
